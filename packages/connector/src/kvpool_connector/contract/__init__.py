@@ -1,0 +1,1 @@
+"""The contract between the connector and everything around it. Standard library only."""

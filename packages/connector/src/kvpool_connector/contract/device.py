@@ -1,0 +1,52 @@
+"""What the connector asks of the device that holds the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool_connector.contract.layout import ShardLayout
+
+
+class Event(Protocol):
+    """A point in the device's work."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """True once all work before the event has landed; False when that took longer than `timeout_s` seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory the device allocated for us: `[address, address + num_bytes)`, alive as long as `owner`."""
+
+    address: int
+    num_bytes: int
+    owner: object
+
+
+class Device(Protocol):
+    """Memory, order and copies of one device."""
+
+    def record_event(self) -> Event:
+        """An event after all work that was queued until now."""
+        ...
+
+    def allocate(self, num_bytes: int, alignment: int) -> Buffer:
+        """Memory that the transport can reach, for staging. `num_bytes` and `alignment` in bytes."""
+        ...
+
+    def gather(self, layout: ShardLayout, block_ids: Sequence[int], address: int) -> None:
+        """Copy whole objects out of the cache: block `block_ids[i]` to `address + i * layout.object_bytes`.
+
+        Returns when the bytes are there.
+        """
+        ...
+
+    def scatter(self, layout: ShardLayout, block_ids: Sequence[int], address: int) -> None:
+        """Copy whole objects into the cache: `address + i * layout.object_bytes` to block `block_ids[i]`.
+
+        Returns when the bytes are there; touches no byte outside the pages of these blocks.
+        """
+        ...

@@ -1,0 +1,79 @@
+"""The grammar of keys: one printer, one parser, each the other's inverse.
+
+    object     = "kvpool1/" namespace "/" epoch "/" fingerprint "/" block_hash [ "+" tag ]
+    descriptor = "kvpool1/" namespace "/" epoch "/" fingerprint "/descriptor"
+
+`namespace` is a user's name with every byte outside `A-Z a-z 0-9 _ . - ~` percent-encoded; `epoch` a decimal number
+that a reset raises; `fingerprint` 32 hexadecimal digits (`kvpool_connector.contract.descriptor`); `block_hash` the
+engine's hash of the block and all before it, in hexadecimal; `tag` 16 hexadecimal digits that keep adapters and salts
+apart, absent when there are none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from kvpool_connector.contract.errors import KeyFormatError
+
+PREFIX = "kvpool1"
+_KEY = re.compile(
+    rf"{PREFIX}/(?P<namespace>[A-Za-z0-9_.~%-]+)/(?P<epoch>0|[1-9][0-9]*)/(?P<fingerprint>[0-9a-f]{{32}})"
+    r"/(?:(?P<descriptor>descriptor)|(?P<block_hash>(?:[0-9a-f]{2})+)(?:\+(?P<tag>[0-9a-f]{16}))?)",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A parsed key. `block_hash` is empty for a descriptor's key."""
+
+    namespace: str
+    epoch: int
+    fingerprint: str
+    block_hash: bytes = b""
+    tag: str = ""
+
+    def __str__(self) -> str:
+        scope = f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}/{self.fingerprint}"
+        if not self.block_hash:
+            return f"{scope}/descriptor"
+        return f"{scope}/{self.block_hash.hex()}" + (f"+{self.tag}" if self.tag else "")
+
+
+def parse_key(text: str) -> Key:
+    """The inverse of `str(key)`.
+
+    Raises `KeyFormatError` for any text that `str` of a `Key` would not print.
+    """
+    match = _KEY.fullmatch(text)
+    if match is None:
+        raise KeyFormatError(f"{text[:200]!r} is not a key: expected {PREFIX}/namespace/epoch/fingerprint/block_hash")
+    try:
+        namespace = unquote(match["namespace"], errors="strict")
+    except UnicodeDecodeError as error:
+        raise KeyFormatError(f"{text[:200]!r}: the namespace is not percent-encoded UTF-8") from error
+    key = Key(
+        namespace,
+        int(match["epoch"]),
+        match["fingerprint"],
+        bytes.fromhex(match["block_hash"] or ""),
+        match["tag"] or "",
+    )
+    if str(key) != text:
+        raise KeyFormatError(f"{text[:200]!r} is not in canonical form; expected {str(key)!r}")
+    return key
+
+
+def tag_of(lora: str | None = None, salt: str | None = None) -> str:
+    """The key's tag for a request: empty without adapter and salt.
+
+    Each part is typed, so that an adapter named X and a salt X never meet, whatever the engine's own hash does.
+    """
+    parts = [[kind, value] for kind, value in (("lora", lora), ("salt", salt)) if value]
+    if not parts:
+        return ""
+    return hashlib.blake2b(json.dumps(parts).encode("ascii"), digest_size=8).hexdigest()

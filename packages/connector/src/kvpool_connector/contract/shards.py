@@ -1,0 +1,116 @@
+"""From ranks to keys: the one function that lookup, save, load and events use."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvpool_connector.contract.descriptor import Descriptor
+from kvpool_connector.contract.errors import TopologyError
+from kvpool_connector.contract.keys import Key
+from kvpool_connector.contract.topology import Rank, Topology, Writer
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one object holds of a block: content (by fingerprint) under a namespace and an epoch."""
+
+    namespace: str
+    epoch: int
+    fingerprint: str
+
+    def key(self, block_hash: bytes, tag: str = "") -> str:
+        """Key of the object that holds this shard of the block."""
+        return str(Key(self.namespace, self.epoch, self.fingerprint, block_hash, tag))
+
+    def descriptor_key(self) -> str:
+        """Key under which the pool keeps the descriptor that the fingerprint stands for."""
+        return str(Key(self.namespace, self.epoch, self.fingerprint))
+
+
+@dataclass(frozen=True)
+class RankShards:
+    """What one worker announces at start: its shard of each group (None where it holds no layer of the group)."""
+
+    rank: Rank
+    namespace: str
+    epoch: int
+    writer: Writer
+    descriptors: tuple[Descriptor | None, ...]
+    """By group."""
+
+    def shard(self, group: int) -> Shard | None:
+        """This rank's shard of `group`."""
+        descriptor = self.descriptors[group]
+        return None if descriptor is None else Shard(self.namespace, self.epoch, descriptor.fingerprint)
+
+
+class ShardMap:
+    """All ranks' shards: a block of a group is in the pool when every shard of the group is."""
+
+    def __init__(self, topology: Topology, ranks: Iterable[RankShards]) -> None:
+        """Check that the ranks agree and that every shard is written by somebody.
+
+        Raises `TopologyError` naming the ranks at fault.
+        """
+        by_rank = {shards.rank: shards for shards in ranks}
+        missing = [rank for rank in topology.ranks() if rank not in by_rank]
+        if missing or len(by_rank) != topology.pp_size * topology.pcp_size * topology.tp_size:
+            raise TopologyError(
+                f"the workers announced {len(by_rank)} ranks ({sorted(by_rank)}); missing: {missing}. "
+                "Every worker of the engine must run this connector with the same configuration"
+            )
+        self._check_agreement(by_rank)
+        self._shards: list[list[Shard]] = []
+        num_groups = len(next(iter(by_rank.values())).descriptors)
+        for group in range(num_groups):
+            holders: dict[Shard, list[RankShards]] = defaultdict(list)
+            for shards in by_rank.values():
+                shard = shards.shard(group)
+                if shard is not None:
+                    holders[shard].append(shards)
+            self._check_writers(group, holders)
+            self._shards.append(list(holders))
+
+    @property
+    def num_groups(self) -> int:
+        """KV cache groups."""
+        return len(self._shards)
+
+    def shards(self, group: int) -> list[Shard]:
+        """The distinct shards that together hold `group`."""
+        return self._shards[group]
+
+    def keys(self, group: int, block_hash: bytes, tag: str = "") -> list[str]:
+        """Keys of all objects that hold the block: one a shard, the very keys that the holders save and load."""
+        return [shard.key(block_hash, tag) for shard in self._shards[group]]
+
+    @staticmethod
+    def _check_agreement(by_rank: dict[Rank, RankShards]) -> None:
+        first = next(iter(by_rank.values()))
+        for other in by_rank.values():
+            for name in ("namespace", "epoch"):
+                if getattr(other, name) != getattr(first, name):
+                    raise TopologyError(
+                        f"{first.rank} uses {name} {getattr(first, name)!r} but {other.rank} uses "
+                        f"{getattr(other, name)!r}; give every worker the same configuration"
+                    )
+            if len(other.descriptors) != len(first.descriptors):
+                raise TopologyError(
+                    f"{first.rank} has {len(first.descriptors)} KV cache groups but {other.rank} has "
+                    f"{len(other.descriptors)}; every worker must see the same KV cache groups"
+                )
+
+    @staticmethod
+    def _check_writers(group: int, holders: dict[Shard, list[RankShards]]) -> None:
+        if not holders:
+            raise TopologyError(f"no worker holds a layer of KV cache group {group}")
+        for shard, ranks in holders.items():
+            indices = sorted(shards.writer.index for shards in ranks)
+            if indices != list(range(ranks[0].writer.count)):
+                raise TopologyError(
+                    f"KV cache group {group}, shard {shard.fingerprint}: ranks {sorted(s.rank for s in ranks)} share "
+                    f"its writing as {indices}, expected {list(range(ranks[0].writer.count))}. The ranks hold the same "
+                    "content but disagree about the parallel shape (or hold different content where they should not)"
+                )

@@ -1,0 +1,59 @@
+"""What the connector asks of a store of objects.
+
+An object is a run of bytes under a key; it is written once, whole, and read whole. Memory is named by address: the
+caller keeps it alive until the call has returned, and, after `Status.TIMEOUT`, until the store says that the transport
+is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvpool_connector.contract.status import Status
+
+Pieces = Sequence[Sequence[int]]
+
+
+class Store(Protocol):
+    """A shared store of objects. Every method but `close` may be called from several threads at once.
+
+    Lists go by key: `addresses[i]` and `sizes[i]` are the pieces of the object `keys[i]`, in object order. Every method
+    returns exactly one status a key, in order, and raises only on misuse (`StoreClosedError`, `TypeError`).
+    """
+
+    def register(self, address: int, num_bytes: int) -> Status:
+        """Make `[address, address + num_bytes)` known to the transport."""
+        ...
+
+    def unregister(self, address: int) -> Status:
+        """Forget the region that was registered at exactly `address`."""
+        ...
+
+    def exist(self, keys: Sequence[str]) -> list[Status]:
+        """`OK` for an object that can be read now, `MISS` for one that cannot. May be stale at once."""
+        ...
+
+    def put(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
+        """Store each object from its pieces. `OK` or `EXISTS` promise nothing about a concurrent writer of that key."""
+        ...
+
+    def get(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
+        """Fill the pieces of each object. Only `OK` promises the object's bytes; otherwise the pieces are dirty."""
+        ...
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        """Remove objects; `force` ignores leases of readers."""
+        ...
+
+    def write(self, key: str, value: bytes) -> Status:
+        """Store a small value (descriptors); never replaces one."""
+        ...
+
+    def read(self, key: str) -> tuple[Status, bytes]:
+        """Read a small value; the bytes are empty unless the status is `OK`."""
+        ...
+
+    def close(self) -> None:
+        """Give back this client's memory and connections. Idempotent."""
+        ...

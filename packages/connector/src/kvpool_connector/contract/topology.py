@@ -1,0 +1,116 @@
+"""Which rank holds what: from a rank's coordinates to the content it holds and the blocks it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvpool_connector.contract.errors import TopologyError
+
+
+@dataclass(frozen=True, order=True)
+class Rank:
+    """Coordinates of one worker. Decode context parallelism reuses tensor-parallel ranks, so it has no coordinate."""
+
+    pp: int = 0
+    pcp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True)
+class HeadRange:
+    """KV heads `first .. first + count - 1` of `total`."""
+
+    first: int
+    count: int
+    total: int
+
+
+@dataclass(frozen=True)
+class ContextRange:
+    """This rank's part of each logical block's tokens: runs of `interleave` tokens, every `size`-th run."""
+
+    position: int
+    size: int
+    interleave: int
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Position `index` among the `count` ranks that hold the very same content."""
+
+    index: int
+    count: int
+
+    def writes(self, block_hash: bytes) -> bool:
+        """True on exactly one of the `count` ranks for each block.
+
+        The block's own hash decides, so the partition does not shift when a prefix is already stored.
+        """
+        return int.from_bytes(block_hash[-8:], "big") % self.count == self.index
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The parallel shape of one engine.
+
+    `num_kv_heads` counts the KV heads of the whole model; a latent cache (MLA, DSA) has one, so that "more ranks than
+    heads" and "replicated" are the same case. One block of the scheduler covers `block_size * pcp_size * dcp_size`
+    tokens (vLLM: `total_cp_rank = pcp_rank * dcp_size + dcp_rank`).
+    """
+
+    num_kv_heads: int
+    tp_size: int = 1
+    pp_size: int = 1
+    pcp_size: int = 1
+    dcp_size: int = 1
+    cp_interleave: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "tp_size", "pp_size", "pcp_size", "dcp_size", "cp_interleave"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise TopologyError(f"{name} is {value!r}; expected a whole number of at least 1")
+        if self.tp_size % self.num_kv_heads and self.num_kv_heads % self.tp_size:
+            raise TopologyError(
+                f"tensor parallel size {self.tp_size} and {self.num_kv_heads} KV heads do not divide one another; "
+                f"choose a tensor parallel size that is a divisor or a multiple of {self.num_kv_heads}"
+            )
+        if self.num_replicas % self.dcp_size:
+            raise TopologyError(
+                f"decode context parallel size {self.dcp_size} does not divide the {self.num_replicas} ranks that hold "
+                f"the same KV head (tensor parallel size {self.tp_size}, {self.num_kv_heads} KV heads); "
+                f"choose a divisor of {self.num_replicas}"
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        """Tensor-parallel ranks that hold the same KV heads (before context parallelism splits their tokens)."""
+        return max(1, self.tp_size // self.num_kv_heads)
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks over which a logical block's tokens are interleaved."""
+        return self.pcp_size * self.dcp_size
+
+    def ranks(self) -> Iterator[Rank]:
+        """Every worker, in vLLM's order (tp fastest)."""
+        for pp in range(self.pp_size):
+            for pcp in range(self.pcp_size):
+                for tp in range(self.tp_size):
+                    yield Rank(pp, pcp, tp)
+
+    def heads(self, rank: Rank) -> HeadRange:
+        """The KV heads that `rank` holds."""
+        count = max(1, self.num_kv_heads // self.tp_size)
+        return HeadRange(first=rank.tp // self.num_replicas * count, count=count, total=self.num_kv_heads)
+
+    def context(self, rank: Rank) -> ContextRange:
+        """The part of each logical block's tokens that `rank` holds."""
+        position = rank.pcp * self.dcp_size + rank.tp % self.dcp_size
+        # Without context parallelism the interleave decides nothing, so it must not keep equal content apart.
+        return ContextRange(position, self.cp_size, self.cp_interleave if self.cp_size > 1 else 1)
+
+    def writer(self, rank: Rank) -> Writer:
+        """The share of writing that falls to `rank` among those that hold the same heads and tokens."""
+        return Writer(index=rank.tp % self.num_replicas // self.dcp_size, count=self.num_replicas // self.dcp_size)
