@@ -26,6 +26,21 @@ class Buffer:
     owner: object
 
 
+class Copier(Protocol):
+    """Copies whole blocks between the cache of one layout and dense objects in memory."""
+
+    def gather(self, block_ids: Sequence[int], address: int) -> None:
+        """Copy block `block_ids[i]` to `address + i * layout.object_bytes`. Returns when the bytes are there."""
+        ...
+
+    def scatter(self, block_ids: Sequence[int], address: int) -> None:
+        """Copy `address + i * layout.object_bytes` to block `block_ids[i]`. Returns when the bytes are there.
+
+        Touches no byte outside the pages of these blocks.
+        """
+        ...
+
+
 class Device(Protocol):
     """Memory, order and copies of one device."""
 
@@ -37,16 +52,6 @@ class Device(Protocol):
         """Memory that the transport can reach, for staging. `num_bytes` and `alignment` in bytes."""
         ...
 
-    def gather(self, layout: ShardLayout, block_ids: Sequence[int], address: int) -> None:
-        """Copy whole objects out of the cache: block `block_ids[i]` to `address + i * layout.object_bytes`.
-
-        Returns when the bytes are there.
-        """
-        ...
-
-    def scatter(self, layout: ShardLayout, block_ids: Sequence[int], address: int) -> None:
-        """Copy whole objects into the cache: `address + i * layout.object_bytes` to block `block_ids[i]`.
-
-        Returns when the bytes are there; touches no byte outside the pages of these blocks.
-        """
+    def copier(self, layout: ShardLayout) -> Copier:
+        """Copies for the caches of `layout`."""
         ...

@@ -1,0 +1,185 @@
+"""The connector's settings: frozen, strict records, parsed once at start.
+
+Two sources, as users of vLLM-Ascend have them: `kv_connector_extra_config` of the engine (`PoolSettings`) and
+`mooncake.json` with two environment variables above it (`StoreSettings`). An unknown key is an error that names the
+nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from kvpool_connector.contract.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+MIN_SEGMENT_BYTES = 16 * MIB
+"""Mooncake 0.3.13 refuses smaller segments, except none at all."""
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+
+
+def parse_size(value: object) -> int:
+    """Bytes of `1073741824`, `"1GB"`, `"10GiB"`, `"512MB"`: units are powers of 1024, as Mooncake reads them.
+
+    Raises `ValueError` for anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f'{value!r} is not a size; expected bytes or a text like "1GB", "10GiB", "512MB"')
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StoreSettings(_Settings):
+    """How this process reaches Mooncake and what memory it gives."""
+
+    master_server_address: str
+    """`host:port` of `mooncake_master`."""
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: Literal["tcp", "rdma", "ascend"] = "ascend"
+    device_name: str = ""
+    local_hostname: str = "127.0.0.1"
+    """The name under which other clients reach this one."""
+    global_segment_size: Size = GIB
+    """Bytes of memory that this process gives to the pool: 0, or at least 16 MiB."""
+    local_buffer_size: Size = GIB
+    """Bytes of Mooncake's own transfer buffer."""
+    preferred_segment: bool = False
+    """Prefer this process's own segment for what it stores."""
+    prefer_alloc_in_same_node: bool = True
+    enable_ssd_offload: Literal[False] = False
+    ssd_offload_path: str = ""
+
+    @field_validator("global_segment_size")
+    @classmethod
+    def _segment_is_none_or_large_enough(cls, value: int) -> int:
+        if 0 < value < MIN_SEGMENT_BYTES:
+            raise ValueError(
+                f"{value} bytes is too small for a segment; expected 0 (this instance gives no memory) or at least "
+                f"{MIN_SEGMENT_BYTES} (16 MiB)"
+            )
+        return value
+
+    @field_validator("master_server_address")
+    @classmethod
+    def _address_has_host_and_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ValueError(f'{value!r} is not an address; expected "host:port", for example "127.0.0.1:50051"')
+        return value
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> StoreSettings:
+        """Settings from the file that `MOONCAKE_CONFIG_PATH` names, under `MOONCAKE_MASTER` and
+        `MOONCAKE_GLOBAL_SEGMENT_SIZE`.
+
+        Raises `ConfigError` when the file cannot be read or a setting is wrong.
+        """
+        path = environ.get("MOONCAKE_CONFIG_PATH")
+        values: dict[str, Any] = {}
+        if path:
+            try:
+                values = json.loads(Path(path).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"MOONCAKE_CONFIG_PATH={path}: not readable as JSON: {error}") from error
+            if not isinstance(values, dict):
+                raise ConfigError(f"MOONCAKE_CONFIG_PATH={path}: found {type(values).__name__}; expected a JSON object")
+        for variable, key in (
+            ("MOONCAKE_MASTER", "master_server_address"),
+            ("MOONCAKE_GLOBAL_SEGMENT_SIZE", "global_segment_size"),
+        ):
+            if variable in environ:
+                values[key] = int(environ[variable]) if environ[variable].isdigit() else environ[variable]
+        if "master_server_address" not in values:
+            raise ConfigError(
+                "no master is named: set MOONCAKE_CONFIG_PATH to a mooncake.json with master_server_address, or "
+                "MOONCAKE_MASTER to host:port"
+            )
+        return parse(cls, values, path or "the environment")
+
+
+class PoolSettings(_Settings):
+    """`kv_connector_extra_config`: first what vLLM-Ascend's users know, then what is KVPool's own."""
+
+    backend: Literal["mooncake"] = "mooncake"
+    lookup_rpc_port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Names the local lookup socket where the scheduler cannot have a store client of its own."""
+    load_async: bool = False
+    """Load between steps instead of in front of one. Always so with several KV cache groups."""
+    consumer_is_to_put: bool = False
+    consumer_is_to_load: bool = False
+    save_decode_cache: bool = False
+    """Also save blocks that hold generated tokens."""
+    discard_partial_chunks: Literal[True] = True
+    use_layerwise: Literal[False] = False
+    layerwise_prefetch_layers: Annotated[int, Field(ge=1)] = 1
+    prefill_pp_size: Annotated[int, Field(ge=1)] | None = None
+    prefill_pp_layer_partition: str | None = None
+
+    namespace: Annotated[str, Field(min_length=1, max_length=128)] = "default"
+    """Deployments share KV only within a namespace."""
+    model_id: str | None = None
+    """Identity of the weights; the engine's model path where it is not set."""
+    transfer: Literal["auto", "direct", "packed"] = "auto"
+    """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache."""
+    staging_bytes: Size = 256 * MIB
+    """Bound of the staging area of one worker."""
+    max_buffers_per_call: Annotated[int, Field(ge=1)] = 1900
+    """Mooncake over TCP fails or hangs above about 2,048 buffers in flight."""
+    max_bytes_per_call: Size = 256 * MIB
+    """Keeps one read well inside the lease."""
+    max_queued_blocks: Annotated[int, Field(ge=1)] = 16384
+    """Blocks that may wait to be saved; more are dropped and counted."""
+    setup_timeout_s: Seconds = 15.0
+    lookup_timeout_s: Seconds = 1.0
+    load_timeout_s: Seconds = 20.0
+    fence_timeout_s: Seconds = 0.05
+    """How long a step may wait for a queued save of a block that is about to be overwritten."""
+    outage_pause_s: Seconds = 5.0
+    """After a sign of outage the store is not asked again for this long."""
+    drain_timeout_s: Seconds = 10.0
+    """How long a shutdown waits for queued saves."""
+
+    @classmethod
+    def from_extra_config(cls, values: Mapping[str, Any]) -> PoolSettings:
+        """Settings from the engine's `kv_connector_extra_config`. Raises `ConfigError`."""
+        return parse(cls, values, "kv_connector_extra_config")
+
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def parse(record: type[Record], values: Mapping[str, Any], source: str) -> Record:
+    """`values` as a `record`; all that is wrong with them in one `ConfigError`."""
+    try:
+        return record.model_validate(dict(values))
+    except ValidationError as error:
+        faults = [_fault(record, fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(faults)) from error
+
+
+def _fault(record: type[BaseModel], location: tuple[int | str, ...], kind: str, message: str, found: object) -> str:
+    name = ".".join(map(str, location))
+    if kind == "extra_forbidden":
+        nearest = difflib.get_close_matches(name, record.model_fields, n=1, cutoff=0.0)[0]
+        return f"unknown key {name!r}; the nearest known one is {nearest!r}"
+    if kind == "literal_error":
+        return f"{name} = {found!r} is not supported (yet); {message.lower()}"
+    return f"{name} = {found!r}: {message.removeprefix('Value error, ')}"

@@ -1,0 +1,235 @@
+"""Mooncake Store as a `kvpool_connector.contract.store.Store`. The only file that imports mooncake.
+
+Facts are of mooncake-transfer-engine 0.3.13.post1. Calls before `setup` and after `close` crash Mooncake's process, so
+they are guarded here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from kvpool_connector.config import PoolSettings, StoreSettings
+from kvpool_connector.contract.errors import StoreClosedError, StoreSetupError
+from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.store import Pieces
+
+DEBIAN_PACKAGES = "libibverbs1 librdmacm1 libnuma1 liburing2"
+
+STATUS_OF_CODE: dict[int, Status] = {
+    0: Status.OK,
+    -200: Status.NO_SPACE,
+    -400: Status.INVALID,
+    -600: Status.INVALID,
+    -601: Status.NOT_READY,
+    -703: Status.NOT_READY,
+    -704: Status.MISS,
+    -705: Status.EXISTS,
+    -706: Status.LEASED,
+    -707: Status.LEASE_EXPIRED,
+    -714: Status.LEASED,
+    -800: Status.UNAVAILABLE,
+    -801: Status.CORRUPT,
+    -900: Status.UNAVAILABLE,
+    -901: Status.TIMEOUT,
+}
+"""Mooncake's return codes. What is not listed is `UNAVAILABLE`."""
+
+TRANSPORT_LIMITS: dict[str, str] = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "10",
+}
+"""Bounds of Mooncake's own waits (30 to 90 s by default), set before it is imported unless the user set them."""
+
+
+def import_client_class() -> Callable[[], Any]:
+    """`mooncake.store.MooncakeDistributedStore`. Raises `StoreSetupError` with the remedy where it cannot be had."""
+    for name, value in TRANSPORT_LIMITS.items():
+        os.environ.setdefault(name, value)
+    try:
+        client_class: Callable[[], Any] = importlib.import_module("mooncake.store").MooncakeDistributedStore
+    except ImportError as error:
+        raise StoreSetupError(
+            f"mooncake.store cannot be imported ({error}). Install it with `pip install kvpool-connector[mooncake]`, "
+            f"and its system libraries with `apt-get install {DEBIAN_PACKAGES}`"
+        ) from error
+    return client_class
+
+
+class MooncakeStore:
+    """One client of a Mooncake master."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        pool: PoolSettings | None = None,
+        client_class: Callable[[], Any] | None = None,
+    ) -> None:
+        """`client_class` is for drop-ins of `MooncakeDistributedStore`; by default Mooncake's own."""
+        self._settings = settings
+        self._pool = pool or PoolSettings()
+        self._client_class = client_class
+        self._client: Any = None
+
+    def connect(self) -> None:
+        """Reach the master and give it this process's memory.
+
+        Raises `StoreSetupError` within `setup_timeout_s`; Mooncake's own set-up tries for 90 s.
+        """
+        settings, limit = self._settings, self._pool.setup_timeout_s
+        client = (self._client_class or import_client_class())()
+        if self._client_class is None:
+            self._probe_master(limit)
+        outcome: list[int] = []
+        arguments = (
+            settings.local_hostname,
+            settings.metadata_server,
+            settings.global_segment_size,
+            settings.local_buffer_size,
+            settings.protocol,
+            settings.device_name,
+            settings.master_server_address,
+        )
+        thread = threading.Thread(target=lambda: outcome.append(client.setup(*arguments)), daemon=True)
+        thread.start()
+        thread.join(limit)
+        if outcome != [0]:
+            found = f"returned {outcome[0]}" if outcome else f"did not return within {limit:g} s"
+            raise StoreSetupError(
+                f"Mooncake's setup {found} (master {settings.master_server_address}, protocol {settings.protocol!r}, "
+                f"segment {settings.global_segment_size} bytes). Check that the master runs, that this build of Mooncake "
+                "has the protocol, and that the machine has the memory"
+            )
+        self._client = client
+
+    def _probe_master(self, limit: float) -> None:
+        host, _, port = self._settings.master_server_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=limit).close()
+        except OSError as error:
+            raise StoreSetupError(
+                f"no Mooncake master answers at {self._settings.master_server_address} ({error}). Start one with "
+                f"`mooncake_master --rpc_port {port}`, or correct master_server_address or MOONCAKE_MASTER"
+            ) from error
+
+    def register(self, address: int, num_bytes: int) -> Status:
+        """See `kvpool_connector.contract.store.Store`."""
+        return _status(self._open().register_buffer(address, num_bytes))
+
+    def unregister(self, address: int) -> Status:
+        """See `kvpool_connector.contract.store.Store`."""
+        return _status(self._open().unregister_buffer(address))
+
+    def exist(self, keys: Sequence[str]) -> list[Status]:
+        """See `kvpool_connector.contract.store.Store`."""
+        answers = self._open().batch_is_exist(list(keys))
+        return _per_key(answers, keys, lambda answer, _: {1: Status.OK, 0: Status.MISS}.get(answer) or _status(answer))
+
+    def put(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
+        """See `kvpool_connector.contract.store.Store`. Mooncake answers 0 for a key that exists, so `OK` covers both."""
+        client, keys = self._open(), list(keys)
+        statuses: list[Status] = []
+        for part in self._batches(keys, sizes):
+            answers = client.batch_put_from_multi_buffers(keys[part], addresses[part], sizes[part])
+            statuses += _per_key(answers, keys[part], lambda answer, _: _status(answer))
+        return statuses
+
+    def get(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
+        """See `kvpool_connector.contract.store.Store`. The size that Mooncake returns is believed, not the code's sign."""
+        client, keys = self._open(), list(keys)
+        statuses: list[Status] = []
+        for part in self._batches(keys, sizes):
+            answers = client.batch_get_into_multi_buffers(keys[part], addresses[part], sizes[part])
+            expected = [sum(pieces) for pieces in sizes[part]]
+            statuses += _per_key(answers, keys[part], partial(_read_at, expected))
+        return statuses
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
+        """See `kvpool_connector.contract.store.Store`."""
+        return _per_key(self._open().batch_remove(list(keys), force), keys, lambda answer, _: _status(answer))
+
+    def write(self, key: str, value: bytes) -> Status:
+        """See `kvpool_connector.contract.store.Store`."""
+        source = ctypes.create_string_buffer(value, len(value))
+        return self._with_registered(source, lambda address: self.put([key], [[address]], [[len(value)]])[0])
+
+    def read(self, key: str) -> tuple[Status, bytes]:
+        """See `kvpool_connector.contract.store.Store`."""
+        size = self._open().get_size(key)
+        if not isinstance(size, int) or size <= 0:
+            return _status(size) if size != 0 else Status.CORRUPT, b""
+        target = ctypes.create_string_buffer(size)
+        status = self._with_registered(target, lambda address: self.get([key], [[address]], [[size]])[0])
+        return status, target.raw if status.ok else b""
+
+    def close(self) -> None:
+        """See `kvpool_connector.contract.store.Store`. No other call may be under way: Mooncake would crash."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _open(self) -> Any:
+        if self._client is None:
+            raise StoreClosedError(
+                "the Mooncake client is not connected; call connect() first, and nothing after close()"
+            )
+        return self._client
+
+    def _with_registered(self, buffer: ctypes.Array[ctypes.c_char], call: Callable[[int], Status]) -> Status:
+        address = ctypes.addressof(buffer)
+        registered = self.register(address, len(buffer))
+        if not registered.ok:
+            return registered
+        try:
+            return call(address)
+        finally:
+            self.unregister(address)
+
+    def _batches(self, keys: Sequence[str], sizes: Pieces) -> Iterator[slice]:
+        """Cut a call so that each part stays below the transport's limits and names no key twice.
+
+        Mooncake reports success for every occurrence of a key in one read but fills only the last.
+        """
+        start = buffers = num_bytes = 0
+        seen: set[str] = set()
+        for i, (key, pieces) in enumerate(zip(keys, sizes, strict=True)):
+            total = sum(pieces)
+            full = (
+                buffers + len(pieces) > self._pool.max_buffers_per_call
+                or num_bytes + total > self._pool.max_bytes_per_call
+            )
+            if i > start and (full or key in seen):
+                yield slice(start, i)
+                start, buffers, num_bytes = i, 0, 0
+                seen.clear()
+            buffers += len(pieces)
+            num_bytes += total
+            seen.add(key)
+        if len(keys) > start:
+            yield slice(start, len(keys))
+
+
+def _status(code: object) -> Status:
+    return STATUS_OF_CODE.get(code, Status.UNAVAILABLE) if isinstance(code, int) else Status.UNAVAILABLE
+
+
+def _read_at(expected: Sequence[int], answer: object, i: int) -> Status:
+    """A read's answer is the object's size, or a code. Any other size means other bytes than asked for."""
+    if isinstance(answer, int) and answer >= 0:
+        return Status.OK if answer == expected[i] else Status.CORRUPT
+    return Status.CORRUPT if answer == -600 else _status(answer)
+
+
+def _per_key(answers: object, keys: Sequence[str], status_of: Callable[[Any, int], Status]) -> list[Status]:
+    """One status a key. An answer of another length says nothing about any key."""
+    if not isinstance(answers, list | tuple) or len(answers) != len(keys):
+        return [Status.UNAVAILABLE] * len(keys)
+    return [status_of(answer, i) for i, answer in enumerate(answers)]
