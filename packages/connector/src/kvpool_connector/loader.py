@@ -1,0 +1,158 @@
+"""Loads blocks, a few batches at a time, with a limit on how long anybody waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from kvpool_connector.contract.clock import Clock
+from kvpool_connector.contract.status import Status
+from kvpool_connector.counters import Counters
+from kvpool_connector.outage import Outage
+from kvpool_connector.transfer import Transfer, parts
+
+logger = logging.getLogger(__name__)
+
+BATCHES_IN_FLIGHT = 2
+"""One batch is copied to the cache while the next is on the wire."""
+BATCH_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class GroupLoad:
+    """Blocks of one group with the keys they are filled from."""
+
+    group: int
+    keys: Sequence[str]
+    block_ids: Sequence[int]
+
+
+class Load:
+    """A load under way; a `kvpool_connector.transfer.Hold` that can be withdrawn."""
+
+    def __init__(self, request_id: str, deadline: float) -> None:
+        self.request_id = request_id
+        self.deadline = deadline
+        self.batches: list[tuple[Future[list[Status]], Sequence[int]]] = []
+        self._changed = threading.Condition()
+        self._withdrawn = False
+        self._writing = 0
+
+    def claim(self, block_ids: Sequence[int]) -> list[bool]:
+        """Leave to write the blocks: all or, once withdrawn, none."""
+        with self._changed:
+            if self._withdrawn or not block_ids:
+                return [False] * len(block_ids)
+            self._writing += 1
+            return [True] * len(block_ids)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """The blocks have been written."""
+        if block_ids:
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """After this returns nothing of this load is written any more, however late the store answers."""
+        with self._changed:
+            self._withdrawn = True
+            self._changed.wait_for(lambda: not self._writing)
+
+    @property
+    def done(self) -> bool:
+        """True when every batch has ended."""
+        return all(future.done() for future, _ in self.batches)
+
+    def failed_blocks(self) -> tuple[list[int], Counter[Status]]:
+        """Blocks that do not hold their content, and why, by status. Batches that have not ended timed out."""
+        failed: list[int] = []
+        reasons: Counter[Status] = Counter()
+        for future, block_ids in self.batches:
+            statuses = (
+                future.result() if future.done() and not future.cancelled() else [Status.TIMEOUT] * len(block_ids)
+            )
+            for block_id, status in zip(block_ids, statuses, strict=True):
+                if not status.ok:
+                    failed.append(block_id)
+                    reasons[status] += 1
+        return failed, reasons
+
+
+class Loader:
+    """Runs loads on a few threads."""
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer | None],
+        outage: Outage,
+        counters: Counters,
+        clock: Clock,
+        timeout_s: float,
+    ) -> None:
+        self._transfers = transfers
+        self._outage = outage
+        self._counters = counters
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(BATCHES_IN_FLIGHT, thread_name_prefix="kvpool-loader")
+
+    def start(self, request_id: str, loads: Sequence[GroupLoad]) -> Load:
+        """Begin to fill blocks."""
+        load = Load(request_id, self._clock.now() + self._timeout_s)
+        for group in loads:
+            for part in parts(len(group.keys), BATCH_BLOCKS):
+                keys, block_ids = group.keys[part], group.block_ids[part]
+                load.batches.append((self._threads.submit(self._move, load, group.group, keys, block_ids), block_ids))
+        return load
+
+    def finish(self, load: Load) -> list[int]:
+        """Wait until the load has ended or its time is up; the blocks that do not hold their content."""
+        wait([future for future, _ in load.batches], timeout=max(0.0, load.deadline - self._clock.now()))
+        return self.settle(load)
+
+    def settle(self, load: Load) -> list[int]:
+        """End a load now: what has not landed has failed and will not land."""
+        if not load.done:
+            for future, _ in load.batches:
+                future.cancel()
+            load.withdraw()
+        failed, reasons = load.failed_blocks()
+        total = sum(len(block_ids) for _, block_ids in load.batches)
+        self._counters.add("load_blocks_ok", total - len(failed))
+        for status, count in reasons.items():
+            self._counters.add(f"load_blocks_{status.value}", count)
+        if failed:
+            logger.warning(
+                "event=load_failed request=%s blocks=%d of=%d %s: they are computed instead",
+                load.request_id,
+                len(failed),
+                total,
+                " ".join(f"{status.value}={count}" for status, count in reasons.items()),
+            )
+            logger.debug("event=load_failed request=%s block_ids=%s", load.request_id, failed[:16])
+        return failed
+
+    def overdue(self, load: Load) -> bool:
+        """True when nobody should wait for the load any more."""
+        return self._clock.now() >= load.deadline
+
+    def close(self) -> None:
+        """Wait for batches under way (the transport bounds them) and end the threads."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _move(self, load: Load, group: int, keys: Sequence[str], block_ids: Sequence[int]) -> list[Status]:
+        transfer = self._transfers[group]
+        assert transfer is not None, f"group {group} has no layers on this rank"
+        try:
+            statuses = transfer.load(keys, block_ids, load)
+        except Exception:
+            # Whatever breaks here, the request goes on: its blocks count as not loaded and are computed.
+            logger.exception("event=load_raised blocks=%d", len(block_ids))
+            return [Status.UNAVAILABLE] * len(block_ids)
+        self._outage.note(statuses)
+        return statuses

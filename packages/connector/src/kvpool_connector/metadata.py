@@ -1,0 +1,60 @@
+"""What the scheduler side tells the workers each step. Plain data: it crosses processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GroupBlocks:
+    """Blocks of one KV cache group: `block_ids[i]` holds (or shall hold) the content of `block_hashes[i]`."""
+
+    group: int
+    block_ids: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Blocks of a request to fill from the pool."""
+
+    request_id: str
+    blocks: tuple[GroupBlocks, ...]
+    tag: str = ""
+    """Key tag of the request's adapter and salt (`kvpool_connector.contract.keys.tag_of`)."""
+    between_steps: bool = False
+    """True when the request waits outside the running batch; False when this step computes on the blocks."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Full blocks of a request that this step's end leaves complete."""
+
+    request_id: str
+    blocks: tuple[GroupBlocks, ...]
+    tag: str = ""
+    final: bool = False
+    """True when the request has ended and its blocks wait for this job: it must let go of them within this step."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a worker, or all of them together, tell the scheduler side of the loads that computing waited for."""
+
+    loaded: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+    def merge(self, other: LoadReport) -> LoadReport:
+        """A load failed when it failed anywhere."""
+        failed = self.failed | other.failed
+        return LoadReport((self.loaded | other.loaded) - failed, failed)
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """One step's work for every worker."""
+
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    overwritten: frozenset[int] = frozenset()
+    """Block ids that this step's computing or loading may write: queued saves of their old content end here."""

@@ -1,0 +1,126 @@
+"""Saves blocks off the step's path: a bounded queue and one thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpool_connector.contract.device import Event
+from kvpool_connector.contract.status import Status
+from kvpool_connector.counters import Counters
+from kvpool_connector.fence import Fence, Ticket
+from kvpool_connector.outage import Outage
+from kvpool_connector.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GroupSave:
+    """Blocks of one group with the keys they are stored under."""
+
+    group: int
+    keys: Sequence[str]
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Job:
+    event: Event
+    saves: Sequence[GroupSave]
+    ticket: Ticket
+    num_blocks: int
+
+
+class Saver:
+    """Takes jobs at a step's end and stores them while the engine goes on.
+
+    A job that does not fit the queue, whose event does not come, or that meets an outage is dropped and counted: a save
+    that does not happen is a later miss.
+    """
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer | None],
+        fence: Fence,
+        outage: Outage,
+        counters: Counters,
+        max_queued_blocks: int,
+        event_timeout_s: float,
+    ) -> None:
+        self._transfers = transfers
+        self._fence = fence
+        self._outage = outage
+        self._counters = counters
+        self._max_queued_blocks = max_queued_blocks
+        self._event_timeout_s = event_timeout_s
+        self._num_queued = 0
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvpool-saver", daemon=True)
+        self._thread.start()
+
+    def submit(self, saves: Sequence[GroupSave], event: Event) -> None:
+        """Queue blocks whose bytes are there once `event` has happened."""
+        num_blocks = sum(len(save.block_ids) for save in saves)
+        if not num_blocks:
+            return
+        with self._lock:
+            fits = self._num_queued + num_blocks <= self._max_queued_blocks
+            if fits:
+                self._num_queued += num_blocks
+        if not fits:
+            self._counters.add("save_blocks_dropped_queue_full", num_blocks)
+            return
+        ticket = self._fence.ticket(block_id for save in saves for block_id in save.block_ids)
+        self._jobs.put(_Job(event, saves, ticket, num_blocks))
+
+    def drain(self, timeout_s: float) -> bool:
+        """True once all that was submitted has ended; False when that took longer than `timeout_s` seconds."""
+        return self._fence.drain(timeout_s)
+
+    def close(self) -> bool:
+        """End the thread after the job it is in; True when it has ended within the transport's limits."""
+        self._jobs.put(None)
+        self._thread.join(timeout=60)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._save(job)
+            except Exception:
+                # The thread must outlive one bad job; the blocks of the job are simply not stored.
+                logger.exception("event=save_failed blocks=%d", job.num_blocks)
+                self._counters.add("save_blocks_failed", job.num_blocks)
+            finally:
+                job.ticket.close()
+                with self._lock:
+                    self._num_queued -= job.num_blocks
+
+    def _save(self, job: _Job) -> None:
+        if self._outage.active:
+            self._counters.add("save_blocks_dropped_outage", job.num_blocks)
+            return
+        if not job.event.wait(self._event_timeout_s):
+            logger.error("event=device_late limit_s=%g blocks=%d: not stored", self._event_timeout_s, job.num_blocks)
+            self._counters.add("save_blocks_dropped_device_late", job.num_blocks)
+            return
+        for save in job.saves:
+            transfer = self._transfers[save.group]
+            assert transfer is not None, f"group {save.group} has no layers on this rank"
+            self._count(transfer.save(save.keys, save.block_ids, job.ticket))
+
+    def _count(self, statuses: Sequence[Status]) -> None:
+        self._outage.note(statuses)
+        counts = Counter(statuses)
+        self._counters.add("save_blocks_stored", counts.pop(Status.OK, 0))
+        self._counters.add("save_blocks_present", counts.pop(Status.EXISTS, 0))
+        for status, count in counts.items():
+            self._counters.add(f"save_blocks_{status.value}", count)
+        if counts:
+            logger.info("event=save_incomplete %s", " ".join(f"{s.value}={n}" for s, n in counts.items()))

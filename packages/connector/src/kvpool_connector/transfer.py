@@ -1,0 +1,212 @@
+"""Moves whole blocks of one layout between the cache and the store.
+
+Both ways of moving write and read the same objects: `DirectTransfer` hands the store every piece of a block,
+`PackedTransfer` copies a block's pieces into one staging chunk and hands over one address a block, which is what a
+network likes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from kvpool_connector.contract.device import Copier
+from kvpool_connector.contract.layout import ShardLayout
+from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.store import Pieces, Store
+from kvpool_connector.planner import Planner
+from kvpool_connector.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+
+class Hold(Protocol):
+    """Leave to touch blocks, asked for right before they are touched."""
+
+    def claim(self, block_ids: Sequence[int]) -> list[bool]:
+        """For each block whether it may be touched. A claimed block stays as it is until `release`."""
+        ...
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """The blocks are not touched any more."""
+        ...
+
+
+class Unheld:
+    """Leave for everything: nobody else touches the blocks."""
+
+    def claim(self, block_ids: Sequence[int]) -> list[bool]:
+        """All of them."""
+        return [True] * len(block_ids)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Nothing to do."""
+
+
+class Transfer(Protocol):
+    """Saves and loads of whole blocks: one status a block, in order, never an exception for a fault of the store."""
+
+    def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
+        """Store block `block_ids[i]` under `keys[i]`.
+
+        `OK` written, `EXISTS` was there, `TIMEOUT` no leave or no staging in time, else what the store said.
+        """
+        ...
+
+    def load(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
+        """Fill block `block_ids[i]` from `keys[i]`. A block whose status is not `OK` is dirty."""
+        ...
+
+
+class DirectTransfer:
+    """Piece by piece between the cache, whose regions are registered, and the store."""
+
+    def __init__(self, store: Store, layout: ShardLayout) -> None:
+        self._store = store
+        self._planner = Planner(layout)
+
+    def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
+        """See `Transfer`. The blocks are held until the store has read them."""
+        return save_missing(
+            self._store, keys, block_ids, hold, lambda k, ids: self._held(self._store.put, k, ids, hold)
+        )
+
+    def load(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
+        """See `Transfer`."""
+        return self._held(self._store.get, keys, block_ids, hold)
+
+    def _held(
+        self,
+        call: Callable[[Sequence[str], Pieces, Pieces], list[Status]],
+        keys: Sequence[str],
+        ids: Sequence[int],
+        hold: Hold,
+    ) -> list[Status]:
+        granted = hold.claim(ids)
+        touched = [block_id for block_id, leave in zip(ids, granted, strict=True) if leave]
+        try:
+            wanted = [key for key, leave in zip(keys, granted, strict=True) if leave]
+            statuses = statuses_of(call, wanted, self._planner.addresses(touched), [self._planner.sizes] * len(touched))
+        finally:
+            hold.release(touched)
+        return spread(granted, statuses)
+
+
+class PackedTransfer:
+    """Through a staging chunk: one address a block."""
+
+    def __init__(self, store: Store, layout: ShardLayout, copier: Copier, staging: Staging, timeout_s: float) -> None:
+        self._store = store
+        self._copier = copier
+        self._staging = staging
+        self._timeout_s = timeout_s
+        self._object_bytes = layout.object_bytes
+        self._per_chunk = max(1, min(staging.chunk_bytes // layout.object_bytes, 1024))
+
+    def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
+        """See `Transfer`. The blocks are held only while they are copied out."""
+        return save_missing(
+            self._store, keys, block_ids, hold, lambda k, ids: self._by_chunk(k, ids, hold, self._save_chunk)
+        )
+
+    def load(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
+        """See `Transfer`. The blocks are touched only after the store has delivered, and only with leave."""
+        return self._by_chunk(keys, block_ids, hold, self._load_chunk)
+
+    def _save_chunk(self, keys: Sequence[str], ids: Sequence[int], hold: Hold, chunk: int) -> list[Status]:
+        granted = hold.claim(ids)
+        touched = [block_id for block_id, leave in zip(ids, granted, strict=True) if leave]
+        try:
+            if touched:
+                self._copier.gather(touched, chunk)
+        finally:
+            hold.release(touched)
+        wanted = [key for key, leave in zip(keys, granted, strict=True) if leave]
+        return spread(granted, statuses_of(self._store.put, wanted, *self._objects(chunk, len(wanted))))
+
+    def _load_chunk(self, keys: Sequence[str], ids: Sequence[int], hold: Hold, chunk: int) -> list[Status]:
+        statuses = statuses_of(self._store.get, keys, *self._objects(chunk, len(keys)))
+        granted = hold.claim(ids)
+        try:
+            # Runs of neighbours in the chunk are copied at once.
+            start = 0
+            while start < len(ids):
+                end = start
+                while end < len(ids) and statuses[end].ok and granted[end]:
+                    end += 1
+                if end > start:
+                    self._copier.scatter(ids[start:end], chunk + start * self._object_bytes)
+                start = end + 1
+        finally:
+            hold.release([block_id for block_id, leave in zip(ids, granted, strict=True) if leave])
+        return [
+            status if leave or not status.ok else Status.TIMEOUT
+            for status, leave in zip(statuses, granted, strict=True)
+        ]
+
+    def _by_chunk(
+        self,
+        keys: Sequence[str],
+        ids: Sequence[int],
+        hold: Hold,
+        move: Callable[[Sequence[str], Sequence[int], Hold, int], list[Status]],
+    ) -> list[Status]:
+        statuses: list[Status] = []
+        for part in parts(len(keys), self._per_chunk):
+            with self._staging.chunk(self._timeout_s) as chunk:
+                moved = (
+                    [Status.TIMEOUT] * len(keys[part]) if chunk is None else move(keys[part], ids[part], hold, chunk)
+                )
+            statuses += moved
+        return statuses
+
+    def _objects(self, chunk: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
+        size = [self._object_bytes]
+        return [[chunk + i * self._object_bytes] for i in range(count)], [size] * count
+
+
+def save_missing(
+    store: Store,
+    keys: Sequence[str],
+    block_ids: Sequence[int],
+    hold: Hold,
+    put: Callable[[Sequence[str], Sequence[int]], list[Status]],
+) -> list[Status]:
+    """Put only what the store does not have: a block once stored is never read from the cache again."""
+    present = statuses_of(store.exist, keys)
+    missing = [i for i, status in enumerate(present) if status is Status.MISS]
+    hold.release([block_id for block_id, status in zip(block_ids, present, strict=True) if status is not Status.MISS])
+    statuses = [Status.EXISTS if status.ok else status for status in present]
+    written = put([keys[i] for i in missing], [block_ids[i] for i in missing]) if missing else []
+    for i, status in zip(missing, written, strict=True):
+        statuses[i] = status
+    return statuses
+
+
+def statuses_of(call: Callable[..., list[Status]], keys: Sequence[str], *arguments: Pieces) -> list[Status]:
+    """The store's statuses for `keys`; a store that raises or answers out of form counts as unavailable."""
+    if not keys:
+        return []
+    try:
+        statuses = call(keys, *arguments)
+    except Exception:
+        # The boundary to foreign code: whatever breaks in a store must not fail a user's request.
+        logger.exception("event=store_raised call=%s keys=%d", getattr(call, "__name__", call), len(keys))
+        return [Status.UNAVAILABLE] * len(keys)
+    if not isinstance(statuses, list) or len(statuses) != len(keys):
+        logger.error("event=store_out_of_form call=%s keys=%d", getattr(call, "__name__", call), len(keys))
+        return [Status.UNAVAILABLE] * len(keys)
+    return statuses
+
+
+def spread(granted: Sequence[bool], statuses: Sequence[Status]) -> list[Status]:
+    """One status for every block: what was not granted timed out."""
+    given = iter(statuses)
+    return [next(given) if leave else Status.TIMEOUT for leave in granted]
+
+
+def parts(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `0 .. count`."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

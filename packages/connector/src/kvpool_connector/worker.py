@@ -1,0 +1,219 @@
+"""The worker side: one rank's part of the pool. No vLLM, no Mooncake, no NPU in here.
+
+A step, in the engine's order: `begin_step` (before anything is written), `start_loads`, the forward pass, `end_step`,
+then the `take_*` reports.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpool_connector.config import PoolSettings
+from kvpool_connector.contract.clock import Clock, MonotonicClock
+from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
+from kvpool_connector.contract.device import Device
+from kvpool_connector.contract.errors import ConfigError, StoreSetupError
+from kvpool_connector.contract.layout import ShardLayout
+from kvpool_connector.contract.shards import RankShards, Shard
+from kvpool_connector.contract.store import Store
+from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.counters import Counters
+from kvpool_connector.fence import Fence
+from kvpool_connector.loader import GroupLoad, Load, Loader
+from kvpool_connector.metadata import LoadJob, LoadReport, SaveJob, StepMetadata
+from kvpool_connector.outage import Outage
+from kvpool_connector.registration import GroupSpec, read_layouts
+from kvpool_connector.saver import GroupSave, Saver
+from kvpool_connector.staging import Staging
+from kvpool_connector.transfer import DirectTransfer, PackedTransfer, Transfer
+
+logger = logging.getLogger(__name__)
+
+EVENT_TIMEOUT_S = 10.0
+"""How long a save waits for the device to have written its blocks."""
+EPOCH = 0
+
+
+class PoolWorker:
+    """Saves and loads this rank's shards of blocks."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        store: Store,
+        device: Device,
+        topology: Topology,
+        rank: Rank,
+        model: ModelIdentity,
+        clock: Clock | None = None,
+    ) -> None:
+        """`store` is connected; the worker closes it."""
+        self._settings = settings
+        self._store = store
+        self._device = device
+        self._topology = topology
+        self._rank = rank
+        self._model = model
+        self._clock = clock or MonotonicClock()
+        self.counters = Counters()
+        self._writer = topology.writer(rank)
+        self._fence = Fence(settings.fence_timeout_s)
+        self._outage = Outage(self._clock, settings.outage_pause_s)
+        self._shards: tuple[Shard | None, ...] = ()
+        self._saver: Saver | None = None
+        self._loader: Loader | None = None
+        self._step_loads: list[Load] = []
+        self._open_loads: list[Load] = []
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._saved_requests: set[str] = set()
+        self._report = LoadReport()
+
+    def register(self, kv_caches: Mapping[str, Any], groups: Sequence[GroupSpec]) -> RankShards:
+        """Read the layouts, make the memory known to the store, announce what this rank holds.
+
+        `groups` lists every KV cache group of the engine; one without layers on this rank has no layer names. Raises
+        `LayoutError`, `ConfigError` or `StoreSetupError`.
+        """
+        held = [index for index, group in enumerate(groups) if group.layer_names]
+        layouts: list[ShardLayout | None] = [None] * len(groups)
+        for layout, index in zip(read_layouts(kv_caches, [groups[i] for i in held]), held, strict=True):
+            layouts[index] = ShardLayout(index, layout.block_size, layout.num_blocks, layout.layers, layout.regions)
+        heads, context = self._topology.heads(self._rank), self._topology.context(self._rank)
+        descriptors = tuple(layout and Descriptor.of(layout, self._model, heads, context) for layout in layouts)
+        announced = RankShards(self._rank, self._settings.namespace, EPOCH, self._writer, descriptors)
+        self._shards = tuple(announced.shard(index) for index in range(len(groups)))
+        transfers = self._transfers(layouts)
+        for shard, descriptor in zip(self._shards, descriptors, strict=True):
+            if shard and descriptor and self._writer.index == 0:
+                # For people and tools; a pool that is full or down does without.
+                self._store.write(shard.descriptor_key(), descriptor.to_json().encode())
+        settings = self._settings
+        self._saver = Saver(
+            transfers, self._fence, self._outage, self.counters, settings.max_queued_blocks, EVENT_TIMEOUT_S
+        )
+        self._loader = Loader(transfers, self._outage, self.counters, self._clock, settings.load_timeout_s)
+        return announced
+
+    def _transfers(self, layouts: Sequence[ShardLayout | None]) -> list[Transfer | None]:
+        held = [layout for layout in layouts if layout]
+        if self._settings.transfer == "direct":
+            for layout in held:
+                if layout.num_pieces > self._settings.max_buffers_per_call:
+                    raise ConfigError(
+                        f"a block of KV cache group {layout.group} has {layout.num_pieces} pieces, more than "
+                        f'max_buffers_per_call = {self._settings.max_buffers_per_call}; set transfer to "packed"'
+                    )
+            for region in sorted({region for layout in held for region in layout.regions}, key=lambda r: r.address):
+                if not (status := self._store.register(region.address, region.num_bytes)).ok:
+                    raise StoreSetupError(
+                        f"the store did not register the KV cache at {region.address:#x} ({region.num_bytes} bytes): "
+                        f"{status}; check the device's limits for registered memory"
+                    )
+            return [layout and DirectTransfer(self._store, layout) for layout in layouts]
+        largest = max((layout.object_bytes for layout in held), default=1)
+        staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
+        return [
+            layout
+            and PackedTransfer(self._store, layout, self._device.copier(layout), staging, self._settings.load_timeout_s)
+            for layout in layouts
+        ]
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Before the step writes anything: let go of the blocks that it will overwrite."""
+        self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(step.overwritten))
+
+    def start_loads(self, step: StepMetadata) -> None:
+        """Begin this step's loads; return when those that the step computes on have ended, well or not."""
+        for job in step.loads:
+            load = self._loads().start(job.request_id, self._group_loads(job))
+            (self._open_loads if job.between_steps else self._step_loads).append(load)
+        for load in self._step_loads:
+            failed = self._loads().finish(load)
+            self._failed_blocks.update(failed)
+            outcome = frozenset((load.request_id,))
+            self._report = self._report.merge(LoadReport(failed=outcome) if failed else LoadReport(loaded=outcome))
+        self._step_loads.clear()
+
+    def end_step(self, step: StepMetadata) -> None:
+        """After the forward pass: queue this step's saves."""
+        if not step.saves:
+            return
+        assert self._saver is not None, "register() comes first"
+        event = self._device.record_event()
+        for job in step.saves:
+            self._saver.submit(self._group_saves(job), event)
+        final = [job for job in step.saves if job.final]
+        if final:
+            # Their blocks are given away after this step: the same rule as for blocks that are overwritten.
+            blocks = frozenset(block_id for job in final for group in job.blocks for block_id in group.block_ids)
+            self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(blocks))
+            self._saved_requests.update(job.request_id for job in final)
+
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose load between steps has ended, and those of them that failed somewhere; each once."""
+        ended: set[str] = set()
+        for load in self._open_loads[:]:
+            if load.done or self._loads().overdue(load):
+                self._open_loads.remove(load)
+                ended.add(load.request_id)
+                failed = self._loads().settle(load)
+                self._failed_blocks.update(failed)
+                if failed:
+                    self._failed_requests.add(load.request_id)
+        failed_requests, self._failed_requests = self._failed_requests, set()
+        return ended, failed_requests
+
+    def take_saved(self) -> set[str]:
+        """Ended requests whose blocks no save needs any more; each once."""
+        saved, self._saved_requests = self._saved_requests, set()
+        return saved
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that were to be loaded and do not hold their content; each once."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> LoadReport | None:
+        """Outcome of the loads that computing waited for, since the last call; None when there were none."""
+        report, self._report = self._report, LoadReport()
+        return report if report.loaded or report.failed else None
+
+    def close(self) -> None:
+        """Store what is queued, within `drain_timeout_s`, and leave the store."""
+        if self._saver is None or self._loader is None:
+            self._store.close()
+            return
+        drained = self._saver.drain(self._settings.drain_timeout_s)
+        if not drained:
+            logger.warning("event=drain_incomplete limit_s=%g", self._settings.drain_timeout_s)
+        self._loader.close()
+        # Mooncake crashes the process when it is closed under a call: an unfinished thread keeps it open.
+        if self._saver.close():
+            self._store.close()
+
+    def _loads(self) -> Loader:
+        assert self._loader is not None, "register() comes first"
+        return self._loader
+
+    def _group_loads(self, job: LoadJob) -> list[GroupLoad]:
+        return [
+            GroupLoad(
+                group.group, [shard.key(block_hash, job.tag) for block_hash in group.block_hashes], group.block_ids
+            )
+            for group in job.blocks
+            if (shard := self._shards[group.group])
+        ]
+
+    def _group_saves(self, job: SaveJob) -> list[GroupSave]:
+        """This rank's part of a job: of content that several ranks hold, each writes its share."""
+        saves = []
+        for group in job.blocks:
+            shard = self._shards[group.group]
+            mine = [i for i, block_hash in enumerate(group.block_hashes) if self._writer.writes(block_hash)]
+            if shard and mine:
+                keys = [shard.key(group.block_hashes[i], job.tag) for i in mine]
+                saves.append(GroupSave(group.group, keys, [group.block_ids[i] for i in mine]))
+        return saves
