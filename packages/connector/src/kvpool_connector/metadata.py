@@ -39,7 +39,7 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a worker, or all of them together, tell the scheduler side of the loads that computing waited for."""
+    """What a worker, or all of them together, tell the scheduler side of loads that have ended."""
 
     loaded: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()

@@ -67,7 +67,6 @@ class PoolWorker:
         self._step_loads: list[Load] = []
         self._open_loads: list[Load] = []
         self._failed_blocks: set[int] = set()
-        self._failed_requests: set[str] = set()
         self._saved_requests: set[str] = set()
         self._report = LoadReport()
 
@@ -82,7 +81,9 @@ class PoolWorker:
         for layout, index in zip(read_layouts(kv_caches, [groups[i] for i in held]), held, strict=True):
             layouts[index] = ShardLayout(index, layout.block_size, layout.num_blocks, layout.layers, layout.regions)
         heads, context = self._topology.heads(self._rank), self._topology.context(self._rank)
-        descriptors = tuple(layout and Descriptor.of(layout, self._model, heads, context) for layout in layouts)
+        descriptors = tuple(
+            Descriptor.of(layout, self._model, heads, context) if layout else None for layout in layouts
+        )
         announced = RankShards(self._rank, self._settings.namespace, EPOCH, self._writer, descriptors)
         self._shards = tuple(announced.shard(index) for index in range(len(groups)))
         transfers = self._transfers(layouts)
@@ -112,17 +113,24 @@ class PoolWorker:
                         f"the store did not register the KV cache at {region.address:#x} ({region.num_bytes} bytes): "
                         f"{status}; check the device's limits for registered memory"
                     )
-            return [layout and DirectTransfer(self._store, layout) for layout in layouts]
+            return [DirectTransfer(self._store, layout) if layout else None for layout in layouts]
         largest = max((layout.object_bytes for layout in held), default=1)
         staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
+        wait_s = self._settings.load_timeout_s
         return [
-            layout
-            and PackedTransfer(self._store, layout, self._device.copier(layout), staging, self._settings.load_timeout_s)
+            PackedTransfer(self._store, layout, self._device.copier(layout), staging, wait_s) if layout else None
             for layout in layouts
         ]
 
     def begin_step(self, step: StepMetadata) -> None:
-        """Before the step writes anything: let go of the blocks that it will overwrite."""
+        """Before the step writes anything: let go of the blocks that it will overwrite, and of ended requests'."""
+        final = [job for job in step.saves if job.final]
+        if final:
+            # Computed by earlier steps, so the event of now is late enough.
+            self._submit(final)
+            blocks = frozenset(block_id for job in final for group in job.blocks for block_id in group.block_ids)
+            self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(blocks))
+            self._saved_requests.update(job.request_id for job in final)
         self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(step.overwritten))
 
     def start_loads(self, step: StepMetadata) -> None:
@@ -131,39 +139,37 @@ class PoolWorker:
             load = self._loads().start(job.request_id, self._group_loads(job))
             (self._open_loads if job.between_steps else self._step_loads).append(load)
         for load in self._step_loads:
-            failed = self._loads().finish(load)
-            self._failed_blocks.update(failed)
-            outcome = frozenset((load.request_id,))
-            self._report = self._report.merge(LoadReport(failed=outcome) if failed else LoadReport(loaded=outcome))
+            self._note(load, self._loads().finish(load))
         self._step_loads.clear()
+
+    def _note(self, load: Load, failed: Sequence[int]) -> None:
+        self._failed_blocks.update(failed)
+        outcome = frozenset((load.request_id,))
+        self._report = self._report.merge(LoadReport(failed=outcome) if failed else LoadReport(loaded=outcome))
 
     def end_step(self, step: StepMetadata) -> None:
         """After the forward pass: queue this step's saves."""
-        if not step.saves:
-            return
-        assert self._saver is not None, "register() comes first"
-        event = self._device.record_event()
-        for job in step.saves:
-            self._saver.submit(self._group_saves(job), event)
-        final = [job for job in step.saves if job.final]
-        if final:
-            # Their blocks are given away after this step: the same rule as for blocks that are overwritten.
-            blocks = frozenset(block_id for job in final for group in job.blocks for block_id in group.block_ids)
-            self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(blocks))
-            self._saved_requests.update(job.request_id for job in final)
+        self._submit([job for job in step.saves if not job.final])
+
+    def _submit(self, jobs: Sequence[SaveJob]) -> None:
+        if jobs:
+            assert self._saver is not None, "register() comes first"
+            event = self._device.record_event()
+            for job in jobs:
+                self._saver.submit(self._group_saves(job), event)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose load between steps has ended, and those of them that failed somewhere; each once."""
         ended: set[str] = set()
+        failed_requests: set[str] = set()
         for load in self._open_loads[:]:
             if load.done or self._loads().overdue(load):
                 self._open_loads.remove(load)
                 ended.add(load.request_id)
                 failed = self._loads().settle(load)
-                self._failed_blocks.update(failed)
+                self._note(load, failed)
                 if failed:
-                    self._failed_requests.add(load.request_id)
-        failed_requests, self._failed_requests = self._failed_requests, set()
+                    failed_requests.add(load.request_id)
         return ended, failed_requests
 
     def take_saved(self) -> set[str]:
@@ -177,7 +183,7 @@ class PoolWorker:
         return failed
 
     def take_report(self) -> LoadReport | None:
-        """Outcome of the loads that computing waited for, since the last call; None when there were none."""
+        """Outcome of the loads that ended since the last call; None when there were none."""
         report, self._report = self._report, LoadReport()
         return report if report.loaded or report.failed else None
 

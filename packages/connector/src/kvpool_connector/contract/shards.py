@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool_connector.contract.descriptor import Descriptor
 from kvpool_connector.contract.errors import TopologyError
@@ -44,6 +44,25 @@ class RankShards:
         """This rank's shard of `group`."""
         descriptor = self.descriptors[group]
         return None if descriptor is None else Shard(self.namespace, self.epoch, descriptor.fingerprint)
+
+
+def with_prefill_ranks(topology: Topology, announced: Iterable[RankShards]) -> list[RankShards]:
+    """`announced`, and the prefill-context-parallel ranks that vLLM's handshake cannot name.
+
+    vLLM (0.32) keys the handshake by pipeline and tensor rank, so of ranks that differ in `pcp` alone one is heard. Such
+    ranks hold the same layers and heads of other tokens: what they hold follows from the one that was heard.
+    """
+    ranks = list(announced)
+    known = {shards.rank for shards in ranks}
+    derived: dict[Rank, RankShards] = {}
+    for shards in ranks:
+        for pcp in range(topology.pcp_size):
+            rank = replace(shards.rank, pcp=pcp)
+            if rank not in known and rank not in derived:
+                context = topology.context(rank)
+                descriptors = tuple(d and replace(d, context=context) for d in shards.descriptors)
+                derived[rank] = replace(shards, rank=rank, descriptors=descriptors)
+    return [*ranks, *derived.values()]
 
 
 class ShardMap:

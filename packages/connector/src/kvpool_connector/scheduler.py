@@ -1,0 +1,277 @@
+"""The scheduler side: what is in the pool, what to load, what to save. No vLLM, no Mooncake in here.
+
+It alone decides; workers carry out. A hit is what every shard of every group holds; a load that failed anywhere failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvpool_connector.contract.clock import Clock, MonotonicClock
+from kvpool_connector.contract.shards import ShardMap
+from kvpool_connector.contract.status import Status
+from kvpool_connector.counters import Counters
+from kvpool_connector.lookup import Lookup
+from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
+from kvpool_connector.tracker import GroupRule, RequestTracker, RequestView
+
+logger = logging.getLogger(__name__)
+
+HIT_MEMORY_S = 1.0
+"""How long a lookup's result serves a request that waits for room; well below a lease, which the lookup granted."""
+
+Tables = Sequence[Sequence[int | None]]
+"""Block ids by group and block index; None where the engine holds no block."""
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """A request's part of one step, as the engine's scheduler output tells it."""
+
+    request_id: str
+    block_ids: Tables | None
+    """New blocks by group; all blocks when `replaces`; None when the step allocated none."""
+    replaces: bool
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+
+
+@dataclass(frozen=True)
+class _Hit:
+    num_computed_tokens: int
+    num_tokens: int
+    boundary: int
+    expires: float
+
+
+class PoolScheduler:
+    """Lookups, load jobs and save jobs of one engine."""
+
+    def __init__(
+        self,
+        rules: Sequence[GroupRule],
+        hash_block_size: int,
+        lookup: Lookup,
+        *,
+        loads: bool = True,
+        saves: bool = True,
+        load_between_steps: bool = False,
+        save_decode_cache: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size."""
+        self._rules = rules
+        self._hash_block_size = hash_block_size
+        self._lookup = lookup
+        self._loads = loads
+        self._saves = saves
+        # The engine can recompute after a failed load in mid-step only when there is one group.
+        self._between_steps = load_between_steps or len(rules) > 1
+        self._save_decode_cache = save_decode_cache
+        self._clock = clock or MonotonicClock()
+        self._alignment = math.lcm(*(rule.block_size for rule in rules))
+        self._shards: ShardMap | None = None
+        self._hits: dict[str, _Hit] = {}
+        self._trackers: dict[str, RequestTracker] = {}
+        self._new_loads: list[LoadJob] = []
+        self._final_saves: list[SaveJob] = []
+        self._unconfirmed: dict[str, frozenset[int]] = {}
+        self.counters = Counters()
+
+    def set_shards(self, shards: ShardMap) -> None:
+        """What the ranks hold; before it is known every lookup is a miss and nothing is saved."""
+        self._shards = shards
+
+    @property
+    def ready(self) -> bool:
+        """True once the ranks' shards are known."""
+        return self._shards is not None
+
+    def num_matched_tokens(self, view: RequestView, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that the pool has beyond the engine's own `num_computed_tokens`, and whether they load between steps.
+
+        May be called again and again for a request: the answer is remembered for a moment. At least one token is left
+        to compute.
+        """
+        tracker = self._trackers.get(view.request_id)
+        if not (self._loads and self._shards and view.poolable) or (tracker and tracker.load_failed):
+            return 0, False
+        hit = self._hits.get(view.request_id)
+        now = self._clock.now()
+        if (
+            hit is None
+            or (hit.num_computed_tokens, hit.num_tokens) != (num_computed_tokens, view.num_tokens)
+            or hit.expires <= now
+        ):
+            boundary = self._boundary(view, num_computed_tokens)
+            hit = _Hit(num_computed_tokens, view.num_tokens, boundary, now + HIT_MEMORY_S)
+            self._hits[view.request_id] = hit
+        num_tokens = hit.boundary - num_computed_tokens
+        return num_tokens, self._between_steps and num_tokens > 0
+
+    def _boundary(self, view: RequestView, local: int) -> int:
+        """The furthest boundary up to which the pool continues the `local` tokens, by every group's rule."""
+        assert self._shards is not None
+        hashed = len(view.block_hashes) * self._hash_block_size
+        limit = min(view.num_tokens - 1, hashed) // self._alignment * self._alignment
+        if limit <= local:
+            return local
+        keys: list[str] = []
+        spans: list[tuple[int, int, int]] = []
+        for group, rule in enumerate(self._rules):
+            start = local // rule.block_size
+            for index in range(start, limit // rule.block_size):
+                keys += self._shards.keys(group, self._hash(view, rule, index), view.tag)
+            spans.append((start, limit // rule.block_size, len(self._shards.shards(group))))
+        statuses = self._lookup.exist(keys)
+        self.counters.add("lookup_keys", len(keys))
+        answers = iter(statuses)
+        present = [
+            {index: all([next(answers) is Status.OK for _ in range(num_shards)]) for index in range(start, end)}
+            for start, end, num_shards in spans
+        ]
+        boundary = limit
+        while boundary > local and not self._reaches(boundary, local, present):
+            boundary -= self._alignment
+        self.counters.add("lookup_hit_tokens", max(0, boundary - local))
+        return max(boundary, local)
+
+    def _reaches(self, boundary: int, local: int, present: Sequence[dict[int, bool]]) -> bool:
+        return all(
+            blocks[index]
+            for rule, blocks in zip(self._rules, present, strict=True)
+            for index in range(max(local // rule.block_size, rule.first_needed(boundary)), boundary // rule.block_size)
+        )
+
+    def _hash(self, view: RequestView, rule: GroupRule, index: int) -> bytes:
+        """The hash that stands for block `index` of a group and for all tokens before its end."""
+        return view.block_hashes[(index + 1) * rule.block_size // self._hash_block_size - 1]
+
+    def allocated(self, view: RequestView, tables: Tables, num_external_tokens: int) -> None:
+        """The engine took up a hit of `num_external_tokens` and holds blocks for it. With 0 there is nothing to load."""
+        hit = self._hits.pop(view.request_id, None)
+        self._tracker(view)
+        if num_external_tokens <= 0 or hit is None:
+            return
+        start, end = hit.num_computed_tokens, hit.num_computed_tokens + num_external_tokens
+        blocks: list[GroupBlocks] = []
+        for group, (rule, table) in enumerate(zip(self._rules, tables, strict=True)):
+            indices = range(start // rule.block_size, end // rule.block_size)
+            held = [(i, block_id) for i in indices if (block_id := table[i]) is not None]
+            hashes = tuple(self._hash(view, rule, i) for i, _ in held)
+            blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
+        self._new_loads.append(LoadJob(view.request_id, tuple(blocks), view.tag, self._between_steps))
+
+    def _tracker(self, view: RequestView) -> RequestTracker:
+        tracker = self._trackers.get(view.request_id)
+        if tracker is None:
+            tracker = RequestTracker(view, [[] for _ in self._rules], num_saved=[0] * len(self._rules))
+            self._trackers[view.request_id] = tracker
+        tracker.view = view
+        return tracker
+
+    def build_step(self, scheduled: Iterable[ScheduledRequest]) -> StepMetadata:
+        """This step's work for the workers. Requests that were never `allocated` are somebody else's."""
+        loads, self._new_loads = self._new_loads, []
+        overwritten: set[int] = set()
+        for job in loads:
+            ids = frozenset(block_id for group in job.blocks for block_id in group.block_ids)
+            overwritten |= ids
+            if not job.between_steps:
+                self._unconfirmed[job.request_id] = ids
+        saves, self._final_saves = self._final_saves, []
+        for request in scheduled:
+            tracker = self._trackers.get(request.request_id)
+            if tracker is None:
+                continue
+            overwritten |= self._take_blocks(tracker, request)
+            tracker.num_computed_tokens = request.num_computed_tokens + request.num_scheduled_tokens
+            if self._saves and tracker.view.poolable and self._shards:
+                saves += self._due(tracker, request.num_computed_tokens)
+        return StepMetadata(tuple(loads), tuple(saves), frozenset(overwritten))
+
+    def _take_blocks(self, tracker: RequestTracker, request: ScheduledRequest) -> set[int]:
+        """Bring the tracker's block tables up to date; the blocks that the step may write."""
+        if request.block_ids is None:
+            return set()
+        if not request.replaces:
+            tracker.append_blocks(request.block_ids)
+            return {block_id for table in request.block_ids for block_id in table if block_id is not None}
+        tracker.replace_blocks(request.block_ids)
+        return {
+            block_id
+            for rule, table in zip(self._rules, request.block_ids, strict=True)
+            for block_id in table[request.num_computed_tokens // rule.block_size :]
+            if block_id is not None
+        }
+
+    def _due(self, tracker: RequestTracker, start: int, final: bool = False) -> list[SaveJob]:
+        """The save job of blocks that are complete at the end of a step that computes from token `start`.
+
+        Blocks that lie on a load whose outcome is not known yet wait for it: what was computed on a block that did not
+        load must never be stored.
+        """
+        loading = self._unconfirmed.values()
+        if any(not ids.isdisjoint(table) for ids in loading for table in tracker.block_ids):
+            return []
+        view = tracker.view
+        limit = min(tracker.num_computed_tokens, len(view.block_hashes) * self._hash_block_size)
+        if not self._save_decode_cache:
+            limit = min(limit, view.num_prompt_tokens)
+        blocks: list[GroupBlocks] = []
+        for group, (rule, table) in enumerate(zip(self._rules, tracker.block_ids, strict=True)):
+            # Blocks before a window may have been given away: of such a group only this step's are certain.
+            first = (
+                tracker.num_saved[group]
+                if rule.window is None
+                else max(tracker.num_saved[group], start // rule.block_size)
+            )
+            end = min(limit // rule.block_size, len(table))
+            held = [(i, block_id) for i in range(first, end) if (block_id := table[i]) is not None]
+            tracker.num_saved[group] = max(tracker.num_saved[group], end)
+            if held:
+                hashes = tuple(self._hash(view, rule, i) for i, _ in held)
+                blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
+        return [SaveJob(view.request_id, tuple(blocks), view.tag, final)] if blocks else []
+
+    def finished(self, request_id: str, *, completed: bool) -> bool:
+        """The request has ended; True when its blocks must be kept until a worker says that it is saved.
+
+        `completed`: it ended by itself, so that all it computed is right; False for an abort.
+        """
+        self._hits.pop(request_id, None)
+        tracker = self._trackers.pop(request_id, None)
+        loaded = self._unconfirmed.pop(request_id, None)
+        if tracker is None or not completed or not (self._saves and tracker.view.poolable and self._shards):
+            if loaded is not None and not completed:
+                # Others may share blocks of a load whose outcome is still open.
+                self._unconfirmed[request_id] = loaded
+            return False
+        jobs = self._due(tracker, tracker.num_computed_tokens, final=True)
+        self._final_saves += jobs
+        return bool(jobs)
+
+    def report(self, report: LoadReport) -> None:
+        """What the workers, together, say of loads that have ended."""
+        for request_id in report.loaded | report.failed:
+            self._unconfirmed.pop(request_id, None)
+        self.loads_failed(report.failed)
+
+    def loads_failed(self, request_ids: Iterable[str]) -> None:
+        """These requests' loads failed: they are computed, not asked for again."""
+        for request_id in request_ids:
+            if tracker := self._trackers.get(request_id):
+                tracker.load_failed = True
+                tracker.num_saved = [0] * len(self._rules)
+
+    @property
+    def num_tracked(self) -> int:
+        """Requests of which anything is remembered; 0 when none is under way."""
+        return len(self._trackers.keys() | self._hits.keys() | self._unconfirmed.keys())
+
+    def close(self) -> None:
+        """Leave the store."""
+        self._lookup.close()

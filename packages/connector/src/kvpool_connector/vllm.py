@@ -1,0 +1,454 @@
+"""vLLM's connector interface over the two sides. The only file that imports vLLM.
+
+Versions are told apart by what is there. Checked against vLLM 0.14.1, 0.23.0 and 0.32.0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.request import RequestStatus
+
+from kvpool_connector.config import PoolSettings, StoreSettings
+from kvpool_connector.contract.clock import MonotonicClock
+from kvpool_connector.contract.descriptor import ModelIdentity
+from kvpool_connector.contract.device import Device
+from kvpool_connector.contract.errors import ConfigError, KVPoolError
+from kvpool_connector.contract.keys import tag_of
+from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
+from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.host import HostDevice
+from kvpool_connector.lookup import StoreLookup
+from kvpool_connector.metadata import LoadReport, StepMetadata
+from kvpool_connector.mooncake import MooncakeStore
+from kvpool_connector.outage import Outage
+from kvpool_connector.registration import GroupSpec
+from kvpool_connector.scheduler import PoolScheduler, ScheduledRequest
+from kvpool_connector.tracker import GroupRule, RequestView
+from kvpool_connector.worker import PoolWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvpool")
+
+ENDED_BY_ITSELF = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
+
+# Absent before 0.23; without it the outcome of loads is not reported, and the scheduler side assumes one step's delay.
+_WorkerMetadataBase: Any = getattr(vllm_base, "KVConnectorWorkerMetadata", object)
+# Absent before 0.32.
+_TransferResults: Any = getattr(vllm_base, "KVConnectorTransferResults", None)
+
+
+@dataclass
+class PoolMetadata(KVConnectorMetadata):
+    """A step's work, as vLLM carries it to the workers."""
+
+    step: StepMetadata
+
+
+@dataclass
+class PoolHandshake(KVConnectorHandshakeMetadata):
+    """What a worker announces, as vLLM carries it to the scheduler."""
+
+    shards: RankShards
+
+
+@dataclass
+class PoolWorkerMetadata(_WorkerMetadataBase):  # type: ignore[misc]
+    """What workers report after a step, as vLLM merges it and carries it to the scheduler."""
+
+    report: LoadReport
+
+    def aggregate(self, other: PoolWorkerMetadata) -> PoolWorkerMetadata:
+        """Both workers' reports as one."""
+        return PoolWorkerMetadata(self.report.merge(other.report))
+
+
+@dataclass
+class PoolStats(KVConnectorStats):
+    """Counts of an interval by name."""
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Sums by name."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The counts themselves."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """True when nothing was counted."""
+        return not self.data
+
+
+class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The pool as a vLLM connector: `{"kv_connector": "KVPoolConnector", "kv_connector_module_path": "kvpool_connector.vllm"}`."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> None:
+        """Raises `ConfigError`, `TopologyError` or `StoreSetupError` with what to change."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        if kv_cache_config is None:
+            raise ConfigError(
+                "this vLLM hands its connectors no KV cache configuration; vLLM 0.14.1 or newer is needed"
+            )
+        self._cache_config = kv_cache_config
+        self._settings = PoolSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._topology = topology_of(vllm_config)
+        self._worker: PoolWorker | None = None
+        self._scheduler: PoolScheduler | None = None
+        self._announced: RankShards | None = None
+        self._begun: StepMetadata | None = None
+        self._told_no_handshake = False
+        store = StoreSettings.from_environment(os.environ)
+        if role is KVConnectorRole.WORKER:
+            self._worker = self._make_worker(store)
+        else:
+            self._scheduler = self._make_scheduler(store)
+
+    def _make_worker(self, store_settings: StoreSettings) -> PoolWorker:
+        store = MooncakeStore(store_settings, self._settings)
+        device = device_of(self._vllm_config)
+        store.connect()
+        model = model_of(self._vllm_config, self._settings)
+        return PoolWorker(self._settings, store, device, self._topology, this_rank(), model)
+
+    def _make_scheduler(self, store_settings: StoreSettings) -> PoolScheduler:
+        transfer = self._vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.error(
+                "event=load_failure_policy kv_load_failure_policy=%r: the engine will fail a request whose cached blocks "
+                'cannot be loaded; set "kv_load_failure_policy": "recompute" in the kv_transfer_config, as a cache must '
+                "never fail a request",
+                transfer.kv_load_failure_policy,
+            )
+        rules = [rule_of(group.kv_cache_spec, self._topology) for group in self._cache_config.kv_cache_groups]
+        # This client gives no memory and moves no bytes.
+        store = MooncakeStore(
+            store_settings.model_copy(update={"global_segment_size": 0, "local_buffer_size": 0}), self._settings
+        )
+        store.connect()
+        settings, consumer = self._settings, transfer.kv_role == "kv_consumer"
+        outage = Outage(MonotonicClock(), settings.outage_pause_s)
+        return PoolScheduler(
+            rules,
+            hash_block_size_of(self._vllm_config, self._cache_config, self._topology),
+            StoreLookup(store, outage, settings.lookup_timeout_s),
+            loads=not consumer or settings.consumer_is_to_load,
+            saves=not consumer or settings.consumer_is_to_put,
+            load_between_steps=settings.load_async,
+            save_decode_cache=settings.save_decode_cache,
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is lost is a later miss."""
+        return False
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See `kvpool_connector.worker.PoolWorker.register`."""
+        order = order_of(self._vllm_config)
+        groups = [
+            GroupSpec(
+                layer_names=tuple(name for name in group.layer_names if name in kv_caches),
+                block_size=group.kv_cache_spec.block_size,
+                num_blocks=self._cache_config.num_blocks,
+                order=order,
+                kind="latent" if "MLA" in type(group.kv_cache_spec).__name__ else "attention",
+            )
+            for group in self._cache_config.kv_cache_groups
+        ]
+        self._announced = self._workers().register(kv_caches, groups)
+
+    def get_handshake_metadata(self) -> PoolHandshake | None:
+        """What this rank holds."""
+        return PoolHandshake(self._announced) if self._announced else None
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before anything is overwritten. (Up to 0.14 the argument is a set of request ids and says nothing of use.)"""
+        if isinstance(kv_connector_metadata, PoolMetadata):
+            self._begin(kv_connector_metadata.step)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step's work; the first hook of a step in every version."""
+        super().bind_connector_metadata(connector_metadata)
+        self._begin(self._step())
+
+    def _begin(self, step: StepMetadata) -> None:
+        if self._begun is not step:
+            self._begun = step
+            self._workers().begin_step(step)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """See `kvpool_connector.worker.PoolWorker.start_loads`."""
+        self._workers().start_loads(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: whole requests are loaded before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are saved after the step."""
+
+    def wait_for_save(self) -> None:
+        """See `kvpool_connector.worker.PoolWorker.end_step`."""
+        self._workers().end_step(self._step())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests that are saved, and requests that are loaded."""
+        ended, _ = self._workers().take_loaded()
+        return self._workers().take_saved() or None, ended or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same with failures by request, which is how an engine with several groups wants them (0.32)."""
+        ended, failed = self._workers().take_loaded()
+        return _TransferResults(
+            finished_sending=self._workers().take_saved(),
+            finished_recving=ended,
+            failed_recving=failed if self._has_several_groups else set(),
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to compute instead. Block ids mean nothing to an engine with several groups (0.32)."""
+        failed = self._workers().take_failed_blocks()
+        return set() if self._has_several_groups and _TransferResults else failed
+
+    def build_connector_worker_meta(self) -> PoolWorkerMetadata | None:
+        """Outcome of the loads."""
+        report = self._workers().take_report()
+        return PoolWorkerMetadata(report) if report else None
+
+    # Scheduler side
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """What the workers hold (by tensor-parallel rank, before 0.23)."""
+        ranks = with_prefill_ranks(self._topology, (handshake.shards for handshake in metadata.values()))
+        self._schedulers().set_shards(ShardMap(self._topology, ranks))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What the workers hold."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """See `kvpool_connector.scheduler.PoolScheduler.num_matched_tokens`."""
+        if not self._schedulers().ready and not self._told_no_handshake:
+            self._told_no_handshake = True
+            logger.error(
+                "event=no_handshake: the workers' announcements did not reach the scheduler side, so the pool is off. A "
+                "parent connector that does not pass on set_xfer_handshake_metadata is the usual cause"
+            )
+        return self._schedulers().num_matched_tokens(view_of(request), num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See `kvpool_connector.scheduler.PoolScheduler.allocated`."""
+        tables = [[None if block.is_null else block.block_id for block in group] for group in blocks.blocks]
+        self._schedulers().allocated(view_of(request), tables, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PoolMetadata:
+        """See `kvpool_connector.scheduler.PoolScheduler.build_step`."""
+        return PoolMetadata(self._schedulers().build_step(scheduled_of(scheduler_output)))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See `kvpool_connector.scheduler.PoolScheduler.report`."""
+        metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(metadata, PoolWorkerMetadata):
+            self._schedulers().report(metadata.report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `kvpool_connector.scheduler.PoolScheduler.finished`."""
+        completed = request.status in ENDED_BY_ITSELF
+        return self._schedulers().finished(request.request_id, completed=completed), None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same for several groups."""
+        return self.request_finished(request, [])
+
+    # Both
+
+    def get_kv_connector_stats(self) -> PoolStats | None:
+        """What was counted since the last call."""
+        side = self._worker or self._scheduler
+        counts = side.counters.take() if side else {}
+        return PoolStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
+        """Stats from the plain data that vLLM carries between processes."""
+        return PoolStats(data=data or {})
+
+    def shutdown(self) -> None:
+        """Store what is queued and leave."""
+        for side in (self._worker, self._scheduler):
+            if side:
+                side.close()
+
+    @property
+    def _has_several_groups(self) -> bool:
+        return len(self._cache_config.kv_cache_groups) > 1
+
+    def _step(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PoolMetadata), f"foreign metadata {type(metadata).__name__}"
+        return metadata.step
+
+    def _workers(self) -> PoolWorker:
+        assert self._worker is not None, "a worker's hook was called on the scheduler side"
+        return self._worker
+
+    def _schedulers(self) -> PoolScheduler:
+        assert self._scheduler is not None, "a scheduler's hook was called on the worker side"
+        return self._scheduler
+
+
+class AscendStoreConnector(KVPoolConnector):
+    """The same under the name that vLLM-Ascend's configurations have."""
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: make the connector known by its name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    name = KVPoolConnector.__name__
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, "kvpool_connector.vllm", name)
+
+
+def topology_of(config: VllmConfig) -> Topology:
+    """The engine's parallel shape. A latent cache counts one KV head."""
+    parallel, model = config.parallel_config, config.model_config
+    return Topology(
+        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
+        dcp_size=getattr(parallel, "decode_context_parallel_size", 1),
+        cp_interleave=getattr(parallel, "cp_kv_cache_interleave_size", None) or 1,
+    )
+
+
+def this_rank() -> Rank:
+    """This worker's coordinates."""
+    from vllm.distributed import parallel_state
+
+    pcp = getattr(parallel_state, "get_pcp_group", None)
+    return Rank(
+        pp=parallel_state.get_pp_group().rank_in_group,
+        pcp=pcp().rank_in_group if pcp else 0,
+        tp=parallel_state.get_tp_group().rank_in_group,
+    )
+
+
+def model_of(config: VllmConfig, settings: PoolSettings) -> ModelIdentity:
+    """Which weights, computed how."""
+    model = config.model_config
+    return ModelIdentity(
+        name=settings.model_id or model.model,
+        revision=model.revision or "",
+        compute_dtype=str(model.dtype).removeprefix("torch."),
+        quantization=str(model.quantization or ""),
+        cache_dtype=str(config.cache_config.cache_dtype),
+    )
+
+
+def device_of(config: VllmConfig) -> Device:
+    """The device that holds the KV cache. Raises `ConfigError` for one that the pool does not know."""
+    from vllm.platforms import current_platform
+
+    kind = current_platform.device_type
+    if kind == "cpu":
+        return HostDevice()
+    raise ConfigError(f"device type {kind!r} is not supported (yet); expected 'cpu'")
+
+
+def order_of(config: VllmConfig) -> str:
+    """Meaning of a page's axes: vLLM on a CPU has heads first, vLLM-Ascend tokens first."""
+    from vllm.platforms import current_platform
+
+    return "HND" if current_platform.device_type == "cpu" else "NHD"
+
+
+def rule_of(spec: KVCacheSpec, topology: Topology) -> GroupRule:
+    """A group's rule of hits. Raises `ConfigError` for a kind of cache that is not supported."""
+    name = type(spec).__name__
+    if "Mamba" in name:
+        raise ConfigError(f"KV cache groups of {name} are not supported (yet); serve this model without the pool")
+    window = None
+    if "SlidingWindow" in name:
+        window = spec.sliding_window - 1
+    elif "ChunkedLocal" in name:
+        window = spec.attention_chunk_size
+    return GroupRule(spec.block_size * topology.cp_size, window)
+
+
+def hash_block_size_of(config: VllmConfig, cache_config: KVCacheConfig, topology: Topology) -> int:
+    """Tokens that one of the engine's block hashes covers."""
+    resolved = getattr(cache_config, "hash_block_size", None)
+    return resolved or config.cache_config.block_size * topology.cp_size
+
+
+def view_of(request: Request) -> RequestView:
+    """A request as the scheduler side sees it."""
+    lora = request.lora_request
+    return RequestView(
+        request_id=request.request_id,
+        num_tokens=request.num_tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
+        block_hashes=request.block_hashes,
+        tag=tag_of(lora.lora_name if lora else None, request.cache_salt),
+        poolable=request.prompt_embeds is None and request.pooling_params is None,
+    )
+
+
+def scheduled_of(output: SchedulerOutput) -> Iterable[ScheduledRequest]:
+    """The step's requests."""
+    for new in output.scheduled_new_reqs:
+        num_scheduled = output.num_scheduled_tokens[new.req_id]
+        yield ScheduledRequest(new.req_id, _held(new.block_ids), True, new.num_computed_tokens, num_scheduled)
+    cached = output.scheduled_cached_reqs
+    for i, request_id in enumerate(cached.req_ids):
+        yield ScheduledRequest(
+            request_id,
+            _held(cached.new_block_ids[i]),
+            request_id in cached.resumed_req_ids,
+            cached.num_computed_tokens[i],
+            output.num_scheduled_tokens[request_id],
+        )
+
+
+def _held(tables: tuple[list[int], ...] | None) -> list[list[int | None]] | None:
+    """Block 0 is vLLM's null block: no block is held there."""
+    return None if tables is None else [[block_id or None for block_id in table] for table in tables]
+
+
+__all__ = ["AscendStoreConnector", "KVPoolConnector", "KVPoolError", "register"]
