@@ -73,9 +73,7 @@ class HostCopier:
         ids = np.asarray(block_ids, dtype=np.int64)
         # Negative ids would count from the end.
         if len(ids) and (ids.min() < 0 or ids.max() >= self._num_blocks):
-            raise IndexError(
-                f"block ids {ids.min()}..{ids.max()} asked for; the registered blocks are 0..{self._num_blocks - 1}"
-            )
+            raise IndexError(f"block ids {ids.min()}..{ids.max()} asked for; registered are 0..{self._num_blocks - 1}")
         return ids, _memory(address, len(ids) * self._object_bytes).reshape(len(ids), self._object_bytes)
 
 

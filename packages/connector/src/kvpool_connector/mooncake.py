@@ -105,8 +105,8 @@ class MooncakeStore:
             found = f"returned {outcome[0]}" if outcome else f"did not return within {limit:g} s"
             raise StoreSetupError(
                 f"Mooncake's setup {found} (master {settings.master_server_address}, protocol {settings.protocol!r}, "
-                f"segment {settings.global_segment_size} bytes). Check that the master runs, that this build of Mooncake "
-                "has the protocol, and that the machine has the memory"
+                f"segment {settings.global_segment_size} bytes). Check that the master runs, that this build of "
+                "Mooncake has the protocol, and that the machine has the memory"
             )
         self._client = client
 
@@ -134,7 +134,7 @@ class MooncakeStore:
         return _per_key(answers, keys, lambda answer, _: {1: Status.OK, 0: Status.MISS}.get(answer) or _status(answer))
 
     def put(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
-        """See `kvpool_connector.contract.store.Store`. Mooncake answers 0 for a key that exists, so `OK` covers both."""
+        """See `kvpool_connector.contract.store.Store`. Mooncake answers 0 for a key that exists: `OK` covers both."""
         client, keys = self._open(), list(keys)
         statuses: list[Status] = []
         for part in self._batches(keys, sizes):
@@ -143,7 +143,7 @@ class MooncakeStore:
         return statuses
 
     def get(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
-        """See `kvpool_connector.contract.store.Store`. The size that Mooncake returns is believed, not the code's sign."""
+        """See `kvpool_connector.contract.store.Store`. The size that Mooncake returns is believed, not the sign."""
         client, keys = self._open(), list(keys)
         statuses: list[Status] = []
         for part in self._batches(keys, sizes):

@@ -42,7 +42,7 @@ class Planner:
         if unseen:
             if min(unseen) < 0 or max(unseen) >= self._num_blocks:
                 raise IndexError(
-                    f"block ids {min(unseen)}..{max(unseen)} asked for; the registered blocks are 0..{self._num_blocks - 1}"
+                    f"block ids {min(unseen)}..{max(unseen)} asked for; registered are 0..{self._num_blocks - 1}"
                 )
             ids = np.array(unseen, dtype=np.uint64)[:, None]
             kept.update(zip(unseen, (self._starts + ids * self._strides).tolist(), strict=True))

@@ -162,7 +162,7 @@ def _read_tensor(layer_name: str, name: str, tensor: Tensor, group: GroupSpec) -
     kernel_page_bytes, kernel_stride = _product(page) * item, strides[0] * item
     if shape[0] > 1 and kernel_stride < kernel_page_bytes:
         raise LayoutError(
-            f"{where}: blocks overlap: found {found}, that is a block every {kernel_stride} bytes; expected at least the "
+            f"{where}: blocks overlap: found {found}, a block every {kernel_stride} bytes; expected at least the "
             f"page's {kernel_page_bytes}"
         )
     ratio, page = _kernel_ratio(where, found, page, order, group)
@@ -226,8 +226,8 @@ def _kernel_ratio(
     tokens = page[axis] if axis < len(page) else 0
     if not tokens or group.block_size % tokens:
         raise LayoutError(
-            f"{where}: found {found}, that is {tokens} tokens a page in order {order!r}; expected a divisor of the block "
-            f"size {group.block_size}"
+            f"{where}: found {found}, {tokens} tokens a page in order {order!r}; expected a divisor of the block size "
+            f"{group.block_size}"
         )
     ratio = group.block_size // tokens
     if ratio == 1:
@@ -248,8 +248,8 @@ def _refuse_overlaps(views: Sequence[_View]) -> None:
                 continue
         raise LayoutError(
             f"{first.where} and {second.where} overlap: found pages of {first.kernel_page_bytes} bytes every "
-            f"{first.kernel_stride} from {first.component.base_address:#x} and of {second.kernel_page_bytes} bytes every "
-            f"{second.kernel_stride} from {second.component.base_address:#x}; expected disjoint pages"
+            f"{first.kernel_stride} from {first.component.base_address:#x} and of {second.kernel_page_bytes} bytes "
+            f"every {second.kernel_stride} from {second.component.base_address:#x}; expected disjoint pages"
         )
 
 

