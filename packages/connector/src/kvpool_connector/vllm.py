@@ -145,9 +145,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             logger.error(
-                "event=load_failure_policy kv_load_failure_policy=%r: the engine will fail requests whose cached blocks "
-                'cannot be loaded; set "kv_load_failure_policy": "recompute" in the kv_transfer_config: a cache must never '
-                "fail a request",
+                "event=load_failure_policy kv_load_failure_policy=%r: the engine will fail requests whose cached "
+                'blocks cannot be loaded; set "kv_load_failure_policy": "recompute" in the kv_transfer_config: a cache '
+                "must never fail a request",
                 transfer.kv_load_failure_policy,
             )
         rules = [rule_of(group.kv_cache_spec, self._topology) for group in self._cache_config.kv_cache_groups]
