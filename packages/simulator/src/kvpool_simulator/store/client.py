@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
@@ -84,10 +85,9 @@ class MooncakeDistributedStore:
         """Leave: this client's segment and what lies in it are gone. Idempotent."""
         service, self._service = self._service, None
         if service is not None:
-            try:
+            # A master that is down forgets the segment anyway.
+            with contextlib.suppress(ServiceError, OSError, EOFError):
                 service.call("unmount", self._client)
-            except (ServiceError, OSError, EOFError):
-                pass  # A master that is down forgets the segment anyway.
         for memory in (*self._mapped.values(), self._segment):
             if memory is not None:
                 memory.close()
@@ -124,7 +124,7 @@ class MooncakeDistributedStore:
 
     def is_exist(self, key: str) -> int:
         """1, 0 or a code."""
-        return self.batch_is_exist([key])[0]
+        return int(self.batch_is_exist([key])[0])
 
     def batch_is_exist(self, keys: list[str]) -> Any:
         """1, 0 or a code for each key; grants leases."""
@@ -231,12 +231,8 @@ class MooncakeDistributedStore:
             if key in self._open_puts:
                 results.append(codes.OBJECT_ALREADY_EXISTS if keys.count(key) > 1 else codes.INVALID_PARAMS)
                 continue
-            code, replicas = self._ask(
-                "put_start", key, size, self._client, config or ReplicateConfig(), failed=None
-            ) or (
-                codes.RPC_FAIL,
-                (),
-            )
+            started = self._ask("put_start", key, size, self._client, config or ReplicateConfig())
+            code, replicas = started if isinstance(started, tuple) else (started, ())
             if code == codes.OK:
                 self._open_puts[key] = replicas
             results.append(code)
@@ -284,7 +280,7 @@ class MooncakeDistributedStore:
                 del self._open_gets[key]
                 results.append(codes.LEASE_EXPIRED)
                 continue
-            results.append(self._ranges(found and found.replicas, *pieces, write=False))
+            results.append(self._ranges(found.replicas if found else None, *pieces, write=False))
         return results
 
     def batch_get_session_end(self, keys: list[str]) -> int:

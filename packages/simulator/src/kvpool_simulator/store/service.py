@@ -88,9 +88,12 @@ class SimulatedMaster:
         self.address = address
         self._server: Any = None
         if serve:
-            manager = type("SimulatedMasterManager", (BaseManager,), {})
-            manager.register("service", callable=lambda: self.service, exposed=EXPOSED)
-            self._server = manager(("127.0.0.1", 0), AUTHKEY).get_server()
+
+            class Manager(BaseManager):
+                """A class of its own: what is registered belongs to the class."""
+
+            Manager.register("service", callable=lambda: self.service, exposed=EXPOSED)
+            self._server = Manager(("127.0.0.1", 0), AUTHKEY).get_server()
             self.address = f"127.0.0.1:{self._server.address[1]}"
             threading.Thread(target=self._server.serve_forever, name="kvpool-simulated-master", daemon=True).start()
 
@@ -155,13 +158,18 @@ class SimulatedMaster:
 EXPOSED = ("new_client", "get_profile", "call", "inject")
 
 
+class _Remote(BaseManager):
+    """The way to a service of another process."""
+
+
+_Remote.register("service", exposed=EXPOSED)
+
+
 def find_service(address: str) -> Any:
     """The service at an address: of this process, or of another that serves it. Raises `ConnectionError` for none."""
     if address in _SERVICES:
         return _SERVICES[address]
     host, _, port = address.rpartition(":")
-    manager = type("SimulatedMasterClient", (BaseManager,), {})
-    manager.register("service", exposed=EXPOSED)
-    client = manager((host, int(port)), AUTHKEY)
+    client = _Remote((host, int(port)), AUTHKEY)
     client.connect()
     return client.service()  # type: ignore[attr-defined]
