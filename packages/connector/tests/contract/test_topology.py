@@ -1,0 +1,164 @@
+"""From ranks to content: every topology, by counting."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+
+import pytest
+
+from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, LayerContent, ModelIdentity
+from kvpool_connector.contract.errors import TopologyError
+from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
+from kvpool_connector.contract.topology import Rank, Topology
+
+MODEL = ModelIdentity("m")
+HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(64)]
+
+
+def topologies() -> list[Topology]:
+    """All that vLLM accepts of TP x KV heads x DCP x PCP x PP."""
+    found = []
+    for tp in (1, 2, 4, 8, 16):
+        for heads in (1, 2, 4, 8):
+            for dcp in (1, 2, 4, 8):
+                for pcp in (1, 2):
+                    for pp in (1, 2, 3):
+                        try:
+                            found.append(Topology(heads, tp, pp, pcp, dcp, cp_interleave=16))
+                        except TopologyError:
+                            continue
+    return found
+
+
+def announce(topology: Topology, rank: Rank, namespace: str = "n") -> RankShards:
+    """What a worker of a two-layers-a-stage model announces."""
+    heads = topology.heads(rank)
+    content = ComponentContent("kv", "bfloat16", (16, heads.count, 8), "NHD")
+    layers = tuple(LayerContent(str(2 * rank.pp + i), (content,)) for i in range(2))
+    descriptor = Descriptor(MODEL, 0, 16, heads, topology.context(rank), layers)
+    return RankShards(rank, namespace, 0, topology.writer(rank), (descriptor,))
+
+
+@pytest.mark.parametrize("topology", topologies(), ids=str)
+def test_b8_f5_every_part_is_held_and_written_exactly_once(topology: Topology) -> None:
+    holders: dict[tuple[int, int, int], list[Rank]] = defaultdict(list)
+    for rank in topology.ranks():
+        heads, context = topology.heads(rank), topology.context(rank)
+        assert 0 <= context.position < context.size == topology.cp_size
+        for head in range(heads.first, heads.first + heads.count):
+            holders[rank.pp, head, context.position].append(rank)
+    assert set(holders) == {
+        (pp, head, position)
+        for pp in range(topology.pp_size)
+        for head in range(topology.num_kv_heads)
+        for position in range(topology.cp_size)
+    }
+    for ranks in holders.values():
+        for block_hash in HASHES:
+            assert sum(topology.writer(rank).writes(block_hash) for rank in ranks) == 1
+
+
+@pytest.mark.parametrize("topology", topologies(), ids=str)
+def test_b1_b12_keys_looked_up_are_the_keys_of_all_ranks(topology: Topology) -> None:
+    announced = [announce(topology, rank) for rank in topology.ranks()]
+    shards = ShardMap(topology, announced)
+    asked = shards.keys(0, b"hash", "0123456789abcdef")
+    used = {shard.key(b"hash", "0123456789abcdef") for rank in announced if (shard := rank.shard(0))}
+    assert set(asked) == used
+    assert len(asked) == len(used)
+    heads = min(topology.num_kv_heads, topology.tp_size)
+    assert len(asked) == topology.pp_size * topology.cp_size * heads
+
+
+def test_f5_latent_caches_are_one_shard_at_every_tensor_parallel_size() -> None:
+    keys = set()
+    for tp in (1, 2, 4, 8, 16):
+        topology = Topology(1, tp)
+        keys.add(tuple(ShardMap(topology, [announce(topology, rank) for rank in topology.ranks()]).keys(0, b"h")))
+    assert len(keys) == 1
+
+
+def test_writing_is_shared_evenly() -> None:
+    topology = Topology(1, 8)
+    shares = Counter(rank for rank in topology.ranks() for h in HASHES if topology.writer(rank).writes(h))
+    assert set(shares) == set(topology.ranks())
+    assert max(shares.values()) <= 3 * len(HASHES) // 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_kv_heads": 8, "tp_size": 3}, "do not divide"),
+        ({"num_kv_heads": 3, "tp_size": 8}, "do not divide"),
+        ({"num_kv_heads": 8, "tp_size": 8, "dcp_size": 2}, "choose a divisor of 1"),
+        ({"num_kv_heads": 1, "tp_size": 4, "dcp_size": 3}, "choose a divisor of 4"),
+        ({"num_kv_heads": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_in_words(arguments: dict[str, int], words: str) -> None:
+    with pytest.raises(TopologyError, match=words):
+        Topology(**arguments)
+
+
+def test_b13_ranks_of_two_namespaces_are_refused() -> None:
+    topology = Topology(1, 2)
+    with pytest.raises(TopologyError, match="namespace"):
+        ShardMap(topology, [announce(topology, Rank(tp=0), "a"), announce(topology, Rank(tp=1), "b")])
+
+
+def test_a_missing_rank_is_refused() -> None:
+    topology = Topology(1, 2)
+    with pytest.raises(TopologyError, match=r"missing: \[Rank\(pp=0, pcp=0, tp=1\)\]"):
+        ShardMap(topology, [announce(topology, Rank(tp=0))])
+
+
+def test_a_shard_without_a_writer_is_refused() -> None:
+    topology = Topology(1, 2)
+    wrong = announce(Topology(2, 2), Rank(tp=1))
+    with pytest.raises(TopologyError, match="writing"):
+        ShardMap(topology, [announce(topology, Rank(tp=0)), wrong])
+
+
+def test_prefill_ranks_that_the_handshake_cannot_name_are_derived() -> None:
+    topology = Topology(1, 2, pp_size=2, pcp_size=2)
+    heard = [announce(topology, rank) for rank in topology.ranks() if rank.pcp == 1]
+    full = ShardMap(topology, [announce(topology, rank) for rank in topology.ranks()])
+    derived = ShardMap(topology, with_prefill_ranks(topology, heard))
+    assert set(derived.keys(0, b"h")) == set(full.keys(0, b"h"))
+
+
+def test_b6_whatever_decides_the_bytes_decides_the_fingerprint() -> None:
+    topology = Topology(1)
+    rank = Rank()
+    base = announce(topology, rank).descriptors[0]
+    assert base is not None
+    content = base.layers[0].components[0]
+    from dataclasses import replace
+
+    variants = [
+        replace(base, block_size=32),
+        replace(base, group=1),
+        replace(base, format_version=2),
+        replace(base, model=replace(MODEL, name="n")),
+        replace(base, model=replace(MODEL, revision="r")),
+        replace(base, model=replace(MODEL, cache_dtype="fp8")),
+        replace(base, model=replace(MODEL, compute_dtype="float16")),
+        replace(base, model=replace(MODEL, quantization="w8a8")),
+        replace(base, heads=replace(base.heads, total=2)),
+        replace(base, context=replace(base.context, size=2)),
+        replace(base, context=replace(base.context, interleave=2)),
+        replace(base, layers=base.layers[:1]),
+        *(
+            replace(base, layers=(LayerContent("0", (replace(content, **change),)), base.layers[1]))  # type: ignore[arg-type]
+            for change in (
+                {"dtype": "int8"},
+                {"page_shape": (16, 1, 9)},
+                {"order": "HND"},
+                {"order": "NZ"},
+                {"name": "k"},
+            )
+        ),
+    ]
+    fingerprints = {base.fingerprint, *(variant.fingerprint for variant in variants)}
+    assert len(fingerprints) == len(variants) + 1

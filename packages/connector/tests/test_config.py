@@ -1,0 +1,127 @@
+"""Settings: bad input is one clear error that says what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvpool_connector.config import PoolSettings, StoreSettings, parse_size
+from kvpool_connector.contract.errors import ConfigError
+
+MASTER = {"master_server_address": "127.0.0.1:50051"}
+ASCEND_EXTRA = {
+    "backend": "mooncake",
+    "lookup_rpc_port": "0",
+    "load_async": False,
+    "use_layerwise": False,
+    "consumer_is_to_put": False,
+    "consumer_is_to_load": False,
+    "save_decode_cache": False,
+    "discard_partial_chunks": True,
+    "layerwise_prefetch_layers": 1,
+}
+
+
+def test_what_vllm_ascend_users_have_is_accepted() -> None:
+    settings = PoolSettings.from_extra_config(ASCEND_EXTRA)
+    assert settings.lookup_rpc_port == 0
+    assert settings.load_async is False
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, 0),
+        (123, 123),
+        ("123", 123),
+        ("1GB", 1 << 30),
+        ("10GiB", 10 << 30),
+        ("512MB", 512 << 20),
+        ("1.5 gb", 3 << 29),
+        ("4k", 4096),
+    ],
+)
+def test_sizes(value: object, expected: int) -> None:
+    assert parse_size(value) == expected
+
+
+@pytest.mark.parametrize("value", ["", "GB", "1 banana", -1, None, True, "1GBB", "1e9"])
+def test_what_is_no_size_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"load_asink": True}, "unknown key 'load_asink'; the nearest known one is 'load_async'"),
+        ({"use_layerwise": True}, "use_layerwise = True is not supported"),
+        ({"discard_partial_chunks": False}, "discard_partial_chunks = False is not supported"),
+        ({"backend": "memcache"}, "backend = 'memcache' is not supported"),
+        ({"staging_bytes": "1 banana"}, "is not a size"),
+        ({"lookup_timeout_s": 0}, "lookup_timeout_s = 0"),
+        ({"load_async": "perhaps"}, "load_async = 'perhaps'"),
+    ],
+)
+def test_wrong_extra_config(extra: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        PoolSettings.from_extra_config(extra)
+    assert words in str(error.value)
+
+
+def test_all_faults_are_in_one_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        PoolSettings.from_extra_config({"a": 1, "use_layerwise": True})
+    assert "unknown key 'a'" in str(error.value)
+    assert "use_layerwise" in str(error.value)
+
+
+def test_file_under_environment(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({**MASTER, "protocol": "tcp", "global_segment_size": "1GB"}))
+    settings = StoreSettings.from_environment({"MOONCAKE_CONFIG_PATH": str(path)})
+    assert (settings.protocol, settings.global_segment_size) == ("tcp", 1 << 30)
+    settings = StoreSettings.from_environment(
+        {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_MASTER": "10.0.0.1:1", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "64MB"}
+    )
+    assert (settings.master_server_address, settings.global_segment_size) == ("10.0.0.1:1", 64 << 20)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20, (16 << 20) - 1, "15MB"])
+def test_a_segment_that_mooncake_would_refuse(size: object) -> None:
+    environ = {"MOONCAKE_MASTER": "127.0.0.1:1", "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(size)}
+    with pytest.raises(ConfigError, match=r"at least 16777216 \(16 MiB\)"):
+        StoreSettings.from_environment(environ)
+
+
+def test_no_segment_is_fine() -> None:
+    environ = {"MOONCAKE_MASTER": "127.0.0.1:1", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "0"}
+    assert StoreSettings.from_environment(environ).global_segment_size == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "not readable as JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"master_server_adress": "a:1"}', "no master is named"),
+        ('{"master_server_address": "a"}', 'expected "host:port"'),
+        ('{"master_server_address": "a:99999"}', 'expected "host:port"'),
+        ('{"master_server_address": "a:1", "protokol": "tcp"}', "the nearest known one is 'protocol'"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        StoreSettings.from_environment({"MOONCAKE_CONFIG_PATH": str(path)})
+    assert words in str(error.value)
+
+
+def test_nothing_configured() -> None:
+    with pytest.raises(ConfigError, match="MOONCAKE_CONFIG_PATH"):
+        StoreSettings.from_environment({})
+    with pytest.raises(ConfigError, match="not readable"):
+        StoreSettings.from_environment({"MOONCAKE_CONFIG_PATH": "/nowhere/mooncake.json"})

@@ -1,0 +1,122 @@
+"""Mooncake's answers become statuses; what would crash it is never called."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from kvpool_connector.config import PoolSettings, StoreSettings
+from kvpool_connector.contract.errors import StoreClosedError, StoreSetupError
+from kvpool_connector.contract.status import Status
+from kvpool_connector.mooncake import STATUS_OF_CODE, MooncakeStore
+
+SETTINGS = StoreSettings(master_server_address="127.0.0.1:1", protocol="tcp", global_segment_size=0)
+
+
+class Scripted:
+    """A client whose every call answers what the test wants and notes its arguments."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers: dict[str, Any] = {"setup": 0, "close": 0, **answers}
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, arguments))
+            answer = self.answers[name]
+            return answer(*arguments) if callable(answer) else answer
+
+        return call
+
+
+def connected(client: Scripted, **pool: Any) -> MooncakeStore:
+    store = MooncakeStore(SETTINGS, PoolSettings(**pool), client_class=lambda: client)
+    store.connect()
+    return store
+
+
+@pytest.mark.parametrize(("code", "status"), [*STATUS_OF_CODE.items(), (-12345, Status.UNAVAILABLE)])
+def test_every_code_of_a_put(code: int, status: Status) -> None:
+    store = connected(Scripted(batch_put_from_multi_buffers=[code]))
+    assert store.put(["k"], [[1]], [[1]]) == [status]
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (10, Status.OK),
+        (9, Status.CORRUPT),
+        (11, Status.CORRUPT),
+        (0, Status.CORRUPT),
+        (-600, Status.CORRUPT),
+        (-704, Status.MISS),
+        (-703, Status.NOT_READY),
+        (-707, Status.LEASE_EXPIRED),
+        (-800, Status.UNAVAILABLE),
+        (-901, Status.TIMEOUT),
+        (None, Status.UNAVAILABLE),
+    ],
+)
+def test_a12_a27_only_the_exact_size_is_a_read(answer: object, status: Status) -> None:
+    store = connected(Scripted(batch_get_into_multi_buffers=[answer]))
+    assert store.get(["k"], [[1, 2]], [[4, 6]]) == [status]
+
+
+@pytest.mark.parametrize("answer", [None, [], [10], [10, 10, 10], 10])
+def test_a9_an_answer_of_the_wrong_length_says_nothing_of_any_key(answer: object) -> None:
+    client = Scripted(batch_get_into_multi_buffers=answer, batch_put_from_multi_buffers=answer, batch_is_exist=answer)
+    store = connected(client)
+    unavailable = [Status.UNAVAILABLE] * 2
+    assert store.get(["a", "b"], [[1], [1]], [[10], [10]]) == unavailable
+    assert store.put(["a", "b"], [[1], [1]], [[10], [10]]) == unavailable
+    assert store.exist(["a", "b"]) == unavailable
+
+
+def test_exist() -> None:
+    store = connected(Scripted(batch_is_exist=[1, 0, -900, -901]))
+    assert store.exist(list("abcd")) == [Status.OK, Status.MISS, Status.UNAVAILABLE, Status.TIMEOUT]
+
+
+def test_calls_are_cut_by_buffers_bytes_and_repeated_keys() -> None:
+    client = Scripted(batch_get_into_multi_buffers=lambda keys, _, sizes: [sum(pieces) for pieces in sizes])
+    store = connected(client, max_buffers_per_call=4, max_bytes_per_call=100)
+    keys = ["a", "b", "c", "d", "d", "e"]
+    sizes = [[1, 1], [1, 1], [1], [60], [60], [60]]
+    assert store.get(keys, [[1] * len(pieces) for pieces in sizes], sizes) == [Status.OK] * 6
+    calls = [arguments[0] for name, arguments in client.calls if name.startswith("batch_get")]
+    assert calls == [["a", "b"], ["c", "d"], ["d"], ["e"]]
+
+
+def test_calls_before_connect_and_after_close_are_refused() -> None:
+    store = MooncakeStore(SETTINGS, client_class=Scripted)
+    calls: list[Any] = [
+        lambda: store.exist(["k"]),
+        lambda: store.put(["k"], [[1]], [[1]]),
+        lambda: store.get(["k"], [[1]], [[1]]),
+        lambda: store.remove(["k"]),
+        lambda: store.register(1, 1),
+        lambda: store.unregister(1),
+        lambda: store.read("k"),
+        lambda: store.write("k", b"v"),
+    ]
+    for _ in range(2):
+        for call in calls:
+            with pytest.raises(StoreClosedError, match="connect"):
+                call()
+        store.connect()
+        store.close()
+        store.close()
+
+
+def test_setup_that_fails_says_what_to_check() -> None:
+    with pytest.raises(StoreSetupError, match=r"returned -1 \(master 127\.0\.0\.1:1"):
+        connected(Scripted(setup=-1))
+
+
+def test_setup_that_hangs_is_given_up_in_time() -> None:
+    gate = threading.Event()
+    with pytest.raises(StoreSetupError, match=r"did not return within 0\.05 s"):
+        connected(Scripted(setup=lambda *_: gate.wait(30)), setup_timeout_s=0.05)
+    gate.set()
