@@ -1,0 +1,176 @@
+"""The byte counts of named models: bytes a layer, a block over all layers, buffers a block (vLLM-Ascend, BS 128)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool_simulator.device import allocate, rank_spec
+from kvpool_simulator.device.models import MODELS, Gqa, head_range, stage_layers
+from kvpool_simulator.device.spec import CacheSpec
+
+BUNDLED = {"sparse": "bundled"}
+C8 = {"c8": True}
+A5 = {"c8": True, "a5": True}
+PACKED = {"c8": True, "packed": True}
+
+NUMBERS = [
+    # model, options, components, a layer, a block, buffers, the last two with MTP
+    ("deepseek-v3", {}, [131_072, 16_384], 147_456, 8_994_816, 122, 9_142_272, 124),
+    ("deepseek-v3.2", {}, [131_072, 16_384, 32_768], 180_224, 10_993_664, 183, 11_173_888, 186),
+    ("deepseek-v3.2", C8, [131_072, 16_384, 16_384, 256], 164_096, 10_009_856, 244, 10_173_952, 248),
+    ("deepseek-v3.2", A5, [131_072, 16_384, 16_384, 512], 164_352, 10_025_472, 244, 10_189_824, 248),
+    ("deepseek-v3.2", PACKED, [83_968, 16_384, 256], 100_608, 6_137_088, 183, 6_237_696, 186),
+    ("qwen3-32b", {}, [262_144] * 2, 524_288, 33_554_432, 128, None, None),
+    ("qwen3-32b", {"tp": 4}, [65_536] * 2, 131_072, 8_388_608, 128, None, None),
+    ("qwen3-32b", {"tp": 8}, [32_768] * 2, 65_536, 4_194_304, 128, None, None),
+    ("qwen3-32b", {"tp": 16}, [32_768] * 2, 65_536, 4_194_304, 128, None, None),
+    ("qwen3-235b", {}, [131_072] * 2, 262_144, 24_641_536, 188, None, None),
+    ("qwen3-235b", {"tp": 4}, [32_768] * 2, 65_536, 6_160_384, 188, None, None),
+    ("qwen3-235b", {"tp": 16}, [32_768] * 2, 65_536, 6_160_384, 188, None, None),
+]
+
+
+def sizes_of_layer(spec: CacheSpec, layer: str) -> list[int]:
+    return [
+        view.component.kernel_bytes * region.kernel_blocks
+        for region, view in spec.placed()
+        if f".{layer}." in f".{view.layer_name}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "components", "layer", "block", "buffers", "mtp_block", "mtp_buffers"), NUMBERS
+)
+def test_published_numbers(
+    name: str,
+    options: dict[str, Any],
+    components: list[int],
+    layer: int,
+    block: int,
+    buffers: int,
+    mtp_block: int | None,
+    mtp_buffers: int | None,
+) -> None:
+    spec = rank_spec(name, **options)
+    sizes = sizes_of_layer(spec, "layers.7")
+    assert sizes == components
+    assert sum(sizes) == layer
+    assert (spec.block_bytes, spec.num_buffers) == (block, buffers)
+    if mtp_block is not None:
+        with_mtp = rank_spec(name, mtp=True, **options)
+        assert sizes_of_layer(with_mtp, "mtp.layers.0") == components
+        assert (with_mtp.block_bytes, with_mtp.num_buffers) == (mtp_block, mtp_buffers)
+
+
+@pytest.mark.parametrize("options", [{}, C8, A5])
+@pytest.mark.parametrize("form", ["bundled", "reserved"])
+def test_both_sparse_forms_hold_the_same_bytes(options: dict[str, Any], form: str) -> None:
+    split, bundled = rank_spec("deepseek-v3.2", **options), rank_spec("deepseek-v3.2", sparse=form, **options)
+    assert split.block_bytes == bundled.block_bytes
+    assert split.num_buffers == bundled.num_buffers
+    assert len(split.entries) == 2 * len(bundled.entries) == 122
+
+
+def test_first_form_reserves_half_the_page() -> None:
+    spec = rank_spec("deepseek-v3.2", sparse="reserved")
+    raw = spec.raw_tensors[2]
+    assert sum(region.page_stride for region in raw.regions) == 147_456
+    assert sum(view.component.kernel_bytes for region in raw.regions for view in region.views) == 32_768
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "components"),
+    [
+        ("tiny-qwen3-32b", {}, [4_096, 4_096]),
+        ("tiny-qwen3-235b", {}, [4_096, 4_096]),
+        ("tiny-deepseek-v3", {}, [1_024, 256]),
+        ("tiny-deepseek-v3.2", {}, [1_024, 256, 512]),
+        ("tiny-deepseek-v3.2", C8, [1_024, 256, 256, 32]),
+    ],
+)
+def test_tiny_numbers(name: str, options: dict[str, Any], components: list[int]) -> None:
+    assert sizes_of_layer(rank_spec(name, **options), "layers.1") == components
+
+
+@pytest.mark.parametrize(
+    ("form", "entries", "tensors"), [("split", 2, (2, 1)), ("bundled", 1, (3,)), ("reserved", 1, (3,))]
+)
+def test_entries_of_a_sparse_layer(form: str, entries: int, tensors: tuple[int, ...]) -> None:
+    caches = allocate(rank_spec("tiny-deepseek-v3.2", sparse=form, pp=3, pp_rank=2), 3).kv_caches
+    names = ["model.layers.2.self_attn.attn", "model.layers.2.self_attn.indexer.k_cache"][:entries]
+    assert list(caches) == names
+    assert all(isinstance(entry, tuple) for entry in caches.values())
+    assert tuple(len(entry) for entry in caches.values()) == tensors
+    main = caches[names[0]]
+    assert [tuple(t.shape) for t in main[:2]] == [(3, 16, 1, 32), (3, 16, 1, 8)]
+    assert tuple(caches[names[-1]][-1].shape) == (3, 16, 1, 16)
+
+
+def test_packed_main_is_one_tensor_of_656_bytes_a_token() -> None:
+    name = "model.layers.0.self_attn.attn"
+    tensor = allocate(rank_spec("deepseek-v3.2", packed=True, c8=True, pp=61), 2).kv_caches[name]
+    assert isinstance(tensor, torch.Tensor)
+    assert (tuple(tensor.shape), tensor.dtype) == ((2, 128, 1, 656), torch.int8)
+
+
+def test_a5_dtypes() -> None:
+    caches = allocate(rank_spec("tiny-deepseek-v3.2", **A5), 2).kv_caches
+    k, scale = caches["model.layers.0.self_attn.indexer.k_cache"]
+    assert (k.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+
+
+def test_layers_without_an_indexer() -> None:
+    spec = rank_spec("glm-5.2", mtp=True)
+    indexers = [entry.layer_name for entry in spec.entries if entry.layer_name.endswith(".indexer.k_cache")]
+    assert len(indexers) == 21 + 1
+    assert indexers[-1] == "mtp.layers.0.self_attn.indexer.k_cache"
+    bundled = allocate(rank_spec("tiny-glm-5.2", sparse="bundled", mtp=True), 2).kv_caches
+    assert [len(entry) for entry in bundled.values()] == [3, 2, 2, 2, 3, 2, 3]
+
+
+def test_mtp_names() -> None:
+    last = [rank_spec("deepseek-v3", mtp=True, mtp_prefix=p).entries[-1].layer_name for p in ("mtp", "model.layers")]
+    assert last == ["mtp.0.self_attn.attn", "model.layers.61.self_attn.attn"]
+
+
+def test_stages_partition_the_layers_and_mtp_is_on_the_last() -> None:
+    whole = rank_spec("deepseek-v3.2", mtp=True)
+    for pp in (1, 2, 3, 4):
+        stages = [rank_spec("deepseek-v3.2", mtp=True, pp=pp, pp_rank=i) for i in range(pp)]
+        assert CacheSpec.join(stages) == whole
+    assert [len(stage_layers(61, 2, i, (30, 31))) for i in range(2)] == [30, 31]
+    assert [len(stage_layers(61, 4, i)) for i in range(4)] == [15, 15, 16, 15]
+
+
+def test_ranks_hold_heads() -> None:
+    assert [head_range(8, 4, r) for r in range(4)] == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert [head_range(2, 4, r) for r in range(4)] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+    assert [view.component.first_head for _, view in rank_spec("qwen3-32b", tp=16, tp_rank=15).placed()] == [7] * 128
+
+
+def test_v_may_have_another_head_size() -> None:
+    model = replace(MODELS["tiny-qwen3-32b"], attention=Gqa(2, 64, 32))
+    assert sizes_of_layer(rank_spec(model), "layers.0") == [4_096, 2_048]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("qwen3-8b", {}, "have deepseek-v3"),
+        ("qwen3-32b", {"tp": 3}, "tp 3 and 8 KV heads"),
+        ("qwen3-32b", {"tp": 2, "tp_rank": 2}, "tp_rank must be in 0..1"),
+        ("qwen3-32b", {"mtp": True}, "no MTP layers"),
+        ("deepseek-v3", {"c8": True}, "no sparse attention"),
+        ("deepseek-v3.2", {"sparse": "both"}, "found 'both'"),
+        ("deepseek-v3.2", {"a5": True}, "set c8 too"),
+        ("deepseek-v3.2", {"packed": True, "sparse": "bundled"}, "came with sparse='split'"),
+        ("deepseek-v3.2", {"pp": 2, "pp_partition": (30, 30)}, "sum to 61"),
+    ],
+)
+def test_misuse_is_refused_in_words(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rank_spec(name, **options)
