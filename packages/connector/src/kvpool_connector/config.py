@@ -150,7 +150,7 @@ class PoolSettings(_Settings):
     setup_timeout_s: Seconds = 15.0
     lookup_timeout_s: Seconds = 1.0
     load_timeout_s: Seconds = 20.0
-    fence_timeout_s: Seconds = 0.05
+    fence_timeout_s: Annotated[float, Field(ge=0, le=10)] = 0.05
     """How long a step may wait for a queued save of a block that is about to be overwritten."""
     outage_pause_s: Seconds = 5.0
     """After a sign of outage the store is not asked again for this long."""

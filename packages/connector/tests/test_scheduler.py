@@ -1,0 +1,320 @@
+"""The scheduler side decides: hits, loads, saves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import pytest
+from clocks import ManualClock
+
+from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, LayerContent, ModelIdentity
+from kvpool_connector.contract.shards import RankShards, ShardMap
+from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.topology import Topology
+from kvpool_connector.metadata import LoadReport, SaveJob
+from kvpool_connector.scheduler import PoolScheduler, ScheduledRequest
+from kvpool_connector.tracker import GroupRule, RequestView
+
+FULL = GroupRule(16)
+
+
+class SetLookup:
+    """Says what a set says, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.present: set[str] = set()
+        self.asked: list[list[str]] = []
+
+    def exist(self, keys: Sequence[str]) -> list[Status]:
+        self.asked.append(list(keys))
+        return [Status.OK if key in self.present else Status.MISS for key in keys]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Bench:
+    """A scheduler side with its surroundings."""
+
+    def __init__(self, rules: Sequence[GroupRule] = (FULL,), tp: int = 1, heads: int = 1, **options: bool) -> None:
+        self.rules, self.lookup, self.clock = list(rules), SetLookup(), ManualClock()
+        self.unit = min(rule.block_size for rule in rules)
+        self.scheduler = PoolScheduler(rules, self.unit, self.lookup, clock=self.clock, **options)
+        topology = Topology(heads, tp)
+        announced = []
+        for rank in topology.ranks():
+            content = ComponentContent("kv", "int8", (16, topology.heads(rank).count), "NHD")
+            descriptors = tuple(
+                Descriptor(
+                    ModelIdentity("m"),
+                    group,
+                    rule.block_size,
+                    topology.heads(rank),
+                    topology.context(rank),
+                    (LayerContent(str(group), (content,)),),
+                )
+                for group, rule in enumerate(rules)
+            )
+            announced.append(RankShards(rank, "n", 0, topology.writer(rank), descriptors))
+        self.shards = ShardMap(topology, announced)
+        self.scheduler.set_shards(self.shards)
+
+    def view(self, num_tokens: int, request_id: str = "r", prompt: int | None = None, **more: object) -> RequestView:
+        hashes = [hashlib.sha256(bytes([i])).digest() for i in range(num_tokens // self.unit)]
+        return RequestView(request_id, num_tokens, prompt or num_tokens, hashes, **more)  # type: ignore[arg-type]
+
+    def keys(self, view: RequestView, group: int, index: int) -> list[str]:
+        end = (index + 1) * self.rules[group].block_size
+        return self.shards.keys(group, view.block_hashes[end // self.unit - 1], view.tag)
+
+    def store(self, view: RequestView, blocks: Sequence[int], group: int = 0) -> None:
+        for index in blocks:
+            self.lookup.present.update(self.keys(view, group, index))
+
+    def schedule(
+        self, view: RequestView, computed: int, tokens: int, blocks: Sequence[Sequence[int | None]] | None, new: bool
+    ) -> tuple[SaveJob, ...]:
+        return self.scheduler.build_step([ScheduledRequest(view.request_id, blocks, new, computed, tokens)]).saves
+
+
+def saved(jobs: Sequence[SaveJob]) -> list[tuple[int, int]]:
+    """(group, block id) of all that is to be saved."""
+    return [(group.group, block_id) for job in jobs for group in job.blocks for block_id in group.block_ids]
+
+
+@pytest.mark.parametrize(
+    ("present", "local", "expected"),
+    [([], 0, 0), ([0, 1, 2], 0, 48), ([0, 2, 3], 0, 16), ([1, 2], 0, 0), ([1, 2], 16, 32), ([0, 1, 2, 3], 32, 32)],
+)
+def test_a18_g1_a_hit_is_the_leading_run_beyond_the_local_hit(present: list[int], local: int, expected: int) -> None:
+    bench = Bench()
+    view = bench.view(70)
+    bench.store(view, present)
+    assert bench.scheduler.num_matched_tokens(view, local) == (expected, False)
+    assert all(
+        key not in asked for asked in bench.lookup.asked for i in range(local // 16) for key in bench.keys(view, 0, i)
+    )
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(64, 48), (65, 64), (63, 48), (16, 0), (15, 0), (1, 0)])
+def test_d8_at_least_one_token_is_left_to_compute(num_tokens: int, expected: int) -> None:
+    bench = Bench()
+    view = bench.view(num_tokens)
+    bench.store(view, range(len(view.block_hashes)))
+    assert bench.scheduler.num_matched_tokens(view, 0)[0] == expected
+
+
+def test_g1_nothing_is_asked_when_the_local_hit_covers_all() -> None:
+    bench = Bench()
+    assert bench.scheduler.num_matched_tokens(bench.view(64), 48) == (0, False)
+    assert bench.lookup.asked == []
+
+
+def test_b1_a_block_counts_only_when_every_shard_is_there() -> None:
+    bench = Bench(tp=8, heads=4)
+    view = bench.view(65)
+    assert len(bench.keys(view, 0, 0)) == 4
+    for missing in range(4):
+        for shard in range(4):
+            bench.lookup.present = {key for i in range(4) for key in bench.keys(view, 0, i)}
+            bench.lookup.present.remove(bench.keys(view, 0, missing)[shard])
+            bench.clock.time += 10
+            assert bench.scheduler.num_matched_tokens(view, 0)[0] == 16 * missing
+
+
+def test_d7_d24_asking_again_is_idempotent_and_asks_the_store_once() -> None:
+    bench = Bench()
+    view = bench.view(65)
+    bench.store(view, [0, 1])
+    assert {bench.scheduler.num_matched_tokens(view, 0) for _ in range(5)} == {(32, False)}
+    assert len(bench.lookup.asked) == 1
+    bench.clock.time += 2
+    bench.lookup.present.clear()
+    assert bench.scheduler.num_matched_tokens(view, 0) == (0, False)
+
+
+def test_b3_requests_that_hashes_do_not_stand_for_are_left_alone() -> None:
+    bench = Bench()
+    view = bench.view(65, poolable=False)
+    bench.store(view, range(4))
+    assert bench.scheduler.num_matched_tokens(view, 0) == (0, False)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 0)
+    assert bench.schedule(view, 0, 65, [[1, 2, 3, 4, 5]], True) == ()
+
+
+def test_b3_adapters_and_salts_do_not_share() -> None:
+    bench = Bench()
+    bench.store(bench.view(65, tag="a" * 16), range(4))
+    assert bench.scheduler.num_matched_tokens(bench.view(65, "s", tag="b" * 16), 0)[0] == 0
+    assert bench.scheduler.num_matched_tokens(bench.view(65, "t"), 0)[0] == 0
+    assert bench.scheduler.num_matched_tokens(bench.view(65, "u", tag="a" * 16), 0)[0] == 64
+
+
+def test_a18_the_load_covers_exactly_the_blocks_between_local_and_pool_hit() -> None:
+    bench = Bench()
+    view = bench.view(70)
+    bench.store(view, range(4))
+    assert bench.scheduler.num_matched_tokens(view, 16)[0] == 48
+    bench.scheduler.allocated(view, [[10, 11, 12, 13, 14]], 48)
+    step = bench.scheduler.build_step([ScheduledRequest("r", [[10, 11, 12, 13, 14]], True, 64, 6)])
+    ((blocks,),) = [job.blocks for job in step.loads]
+    assert blocks.block_ids == (11, 12, 13)
+    assert blocks.block_hashes == tuple(view.block_hashes[1:4])
+    assert step.overwritten == {11, 12, 13, 14}
+    assert bench.scheduler.build_step([]).loads == ()
+
+
+def test_c19_chunked_prefill_saves_every_full_block_once() -> None:
+    bench = Bench()
+    view = bench.view(100)
+    bench.scheduler.allocated(view, [[]], 0)
+    jobs = list(bench.schedule(view, 0, 40, [[1, 2, 3]], True))
+    jobs += bench.schedule(view, 40, 4, None, False)
+    jobs += bench.schedule(view, 44, 20, [[4]], False)
+    jobs += bench.schedule(view, 64, 36, [[5, 6, 7]], False)
+    assert saved(jobs) == [(0, i) for i in range(1, 7)]
+
+
+def test_decode_is_saved_only_when_asked_for() -> None:
+    for save_decode, expected in ((False, [(0, 1)]), (True, [(0, 1), (0, 2)])):
+        bench = Bench(save_decode_cache=save_decode)
+        view = bench.view(32, prompt=20)
+        bench.scheduler.allocated(view, [[]], 0)
+        jobs = [*bench.schedule(view, 0, 20, [[1, 2]], True), *bench.schedule(view, 20, 12, None, False)]
+        assert saved(jobs) == expected
+
+
+def test_c17_rejected_tokens_are_never_saved() -> None:
+    bench = Bench(save_decode_cache=True)
+    view = bench.view(30, prompt=16)
+    bench.scheduler.allocated(view, [[]], 0)
+    assert saved(bench.schedule(view, 0, 40, [[1, 2, 3]], True)) == [(0, 1)]
+
+
+def test_a28_a27_nothing_is_saved_on_top_of_a_load_that_may_have_failed() -> None:
+    bench = Bench()
+    view = bench.view(70)
+    bench.store(view, [0])
+    bench.scheduler.num_matched_tokens(view, 0)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 16)
+    other = bench.view(40, "sharing")
+    bench.scheduler.allocated(other, [[1, 8, 9]], 0)
+    step = [
+        ScheduledRequest("r", [[1, 2, 3, 4, 5]], True, 16, 54),
+        ScheduledRequest("sharing", [[1, 8, 9]], True, 16, 24),
+    ]
+    assert bench.scheduler.build_step(step).saves == ()
+    assert bench.schedule(view, 70, 1, None, False) == ()
+    bench.scheduler.report(LoadReport(loaded=frozenset({"r"})))
+    assert saved(bench.schedule(view, 71, 1, None, False)) == [(0, i) for i in (1, 2, 3, 4)]
+    assert saved(bench.schedule(other, 40, 1, None, False)) == [(0, 1), (0, 8)]
+
+
+def test_a_request_that_ends_in_the_step_of_its_load_is_still_saved() -> None:
+    bench = Bench()
+    view = bench.view(70)
+    bench.store(view, [0])
+    bench.scheduler.num_matched_tokens(view, 0)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 16)
+    assert bench.schedule(view, 16, 54, [[1, 2, 3, 4, 5]], True) == ()
+    assert bench.scheduler.finished("r", completed=True)
+    (job,) = bench.scheduler.build_step([]).saves
+    assert job.final
+    assert saved([job]) == [(0, i) for i in (1, 2, 3, 4)]
+    assert bench.scheduler.num_tracked == 0
+
+
+def test_a_failed_load_is_not_tried_again() -> None:
+    bench = Bench()
+    view = bench.view(70)
+    bench.store(view, range(4))
+    bench.scheduler.num_matched_tokens(view, 0)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 64)
+    bench.schedule(view, 64, 6, [[1, 2, 3, 4, 5]], True)
+    bench.scheduler.report(LoadReport(failed=frozenset({"r"})))
+    assert bench.scheduler.num_matched_tokens(view, 0) == (0, False)
+    assert saved(bench.schedule(view, 0, 70, None, False)) == [(0, i) for i in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("completed", [True, False])
+def test_f4_nothing_is_left_of_ended_requests(completed: bool) -> None:
+    bench = Bench()
+    for i in range(1000):
+        view = bench.view(70, f"r{i}")
+        bench.store(view, range(4))
+        bench.scheduler.num_matched_tokens(view, 0)
+        if i % 3:
+            bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 64)
+        if i % 3 == 2:
+            bench.schedule(view, 64, 6, [[1, 2, 3, 4, 5]], True)
+        bench.scheduler.finished(view.request_id, completed=completed)
+        bench.scheduler.build_step([])
+        bench.scheduler.report(LoadReport(loaded=frozenset({view.request_id})))
+    assert bench.scheduler.num_tracked == 0
+
+
+def test_consumers_and_producers() -> None:
+    deaf = Bench(loads=False)
+    view = deaf.view(65)
+    deaf.store(view, range(4))
+    assert deaf.scheduler.num_matched_tokens(view, 0) == (0, False)
+    mute = Bench(saves=False)
+    mute.scheduler.allocated(view, [[]], 0)
+    assert mute.schedule(view, 0, 65, [[1, 2, 3, 4, 5]], True) == ()
+
+
+def test_without_a_handshake_everything_is_a_miss() -> None:
+    bench = Bench()
+    scheduler = PoolScheduler([FULL], 16, bench.lookup)
+    assert not scheduler.ready
+    assert scheduler.num_matched_tokens(bench.view(65), 0) == (0, False)
+
+
+class TestSeveralGroups:
+    """Full attention with blocks of 32 beside a window of 40 tokens with blocks of 16."""
+
+    def bench(self) -> Bench:
+        return Bench([GroupRule(32), GroupRule(16, window=39)])
+
+    def test_the_hit_is_the_minimum_by_each_groups_rule(self) -> None:
+        bench = self.bench()
+        view = bench.view(130)
+        bench.store(view, range(4), group=0)
+        assert bench.scheduler.num_matched_tokens(view, 0) == (0, False)
+        for boundary, needed in ((128, (5, 6, 7)), (96, (3, 4, 5)), (32, (0, 1))):
+            bench.clock.time += 10
+            bench.lookup.present = {key for i in range(4) for key in bench.keys(view, 0, i)}
+            bench.store(view, needed, group=1)
+            assert bench.scheduler.num_matched_tokens(view, 0) == (boundary, True)
+
+    def test_a20_a_longer_stored_key_implies_no_shorter_boundary(self) -> None:
+        bench = self.bench()
+        view = bench.view(130)
+        bench.store(view, [3], group=0)
+        bench.store(view, range(8), group=1)
+        assert bench.scheduler.num_matched_tokens(view, 0) == (0, False)
+
+    def test_loads_skip_blocks_outside_the_window_and_run_between_steps(self) -> None:
+        bench = self.bench()
+        view = bench.view(130)
+        bench.store(view, range(4), group=0)
+        bench.store(view, range(8), group=1)
+        assert bench.scheduler.num_matched_tokens(view, 0) == (128, True)
+        window: list[int | None] = [None] * 5 + [25, 26, 27]
+        bench.scheduler.allocated(view, [[10, 11, 12, 13], window], 128)
+        (job,) = bench.scheduler.build_step([]).loads
+        assert job.between_steps
+        assert [group.block_ids for group in job.blocks] == [(10, 11, 12, 13), (25, 26, 27)]
+        assert job.blocks[0].block_hashes == tuple(view.block_hashes[i] for i in (1, 3, 5, 7))
+        assert job.blocks[1].block_hashes == tuple(view.block_hashes[5:8])
+
+    def test_a7_blocks_of_a_window_are_saved_in_the_step_that_completes_them_or_never(self) -> None:
+        bench = self.bench()
+        view = bench.view(130)
+        bench.scheduler.allocated(view, [[], []], 0)
+        assert saved(bench.schedule(view, 0, 40, [[1, 2], [11, 12, 13]], True)) == [(0, 1), (1, 11), (1, 12)]
+        bench.scheduler._unconfirmed["somebody"] = frozenset({1})
+        assert bench.schedule(view, 40, 40, [[3], [14, 15]], False) == ()
+        bench.scheduler._unconfirmed.clear()
+        assert saved(bench.schedule(view, 80, 20, [[4], [16, 17]], False)) == [(0, 2), (0, 3), (1, 16)]

@@ -1,0 +1,350 @@
+"""The worker side moves exact bytes, reports exact failures, and never touches a block that is not its own."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from clocks import ManualClock
+from stores import DictStore
+
+from kvpool_connector.config import PoolSettings
+from kvpool_connector.contract.descriptor import ModelIdentity
+from kvpool_connector.contract.errors import ConfigError
+from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.host import HostDevice
+from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
+from kvpool_connector.registration import GroupSpec
+from kvpool_connector.worker import PoolWorker
+
+NUM_BLOCKS = 12
+MODES = ("packed", "direct")
+
+
+class Rig:
+    """One worker with a tiny three-layer latent cache."""
+
+    def __init__(
+        self,
+        store: DictStore | None = None,
+        topology: Topology | None = None,
+        rank: Rank | None = None,
+        device: HostDevice | None = None,
+        **settings: object,
+    ) -> None:
+        self.store = store or DictStore()
+        self.clock = ManualClock()
+        options = {"staging_bytes": 3 << 20, "namespace": "test", **settings}
+        self.worker = PoolWorker(
+            PoolSettings.model_validate(options),
+            self.store,
+            device or HostDevice(),
+            topology or Topology(1),
+            rank or Rank(),
+            ModelIdentity("tiny"),
+            self.clock,
+        )
+        self.caches = {
+            f"model.layers.{i}.attn": (
+                torch.zeros(NUM_BLOCKS, 16, 1, 32, dtype=torch.bfloat16),
+                torch.zeros(NUM_BLOCKS, 16, 1, 8, dtype=torch.bfloat16),
+                torch.zeros(NUM_BLOCKS, 16, 1, 16, dtype=torch.int8),
+            )
+            for i in range(3)
+        }
+        self.worker.register(self.caches, [GroupSpec(tuple(self.caches), 16, NUM_BLOCKS, kind="latent")])
+
+    def fill(self, block_id: int, content: int) -> None:
+        generator = torch.Generator().manual_seed(content)
+        for entry in self.caches.values():
+            for tensor in entry:
+                page = tensor[block_id].view(torch.int8)
+                page.copy_(torch.randint(-128, 128, page.shape, dtype=torch.int8, generator=generator))
+
+    def read(self, block_id: int) -> bytes:
+        pages = (t[block_id].contiguous().view(torch.uint8).numpy().tobytes() for e in self.caches.values() for t in e)
+        return b"".join(pages)
+
+    def expected(self, content: int) -> bytes:
+        kept = [[t[0].clone() for t in entry] for entry in self.caches.values()]
+        self.fill(0, content)
+        value = self.read(0)
+        for entry, pages in zip(self.caches.values(), kept, strict=True):
+            for tensor, page in zip(entry, pages, strict=True):
+                tensor[0] = page
+        return value
+
+    def save(self, blocks: dict[int, int], **job: object) -> None:
+        """Blocks of contents, saved in one step."""
+        step = StepMetadata(saves=(SaveJob("r", (group(blocks),), **job),))  # type: ignore[arg-type]
+        self.worker.begin_step(step)
+        self.worker.end_step(step)
+
+    def load(self, blocks: dict[int, int], between_steps: bool = False, request_id: str = "r") -> None:
+        step = StepMetadata(loads=(LoadJob(request_id, (group(blocks),), between_steps=between_steps),))
+        self.worker.begin_step(step)
+        self.worker.start_loads(step)
+        self.worker.end_step(step)
+
+    def wait_loaded(self) -> tuple[set[str], set[str]]:
+        for _ in range(10_000):
+            ended, failed = self.worker.take_loaded()
+            if ended:
+                return ended, failed
+            threading.Event().wait(0.001)
+        raise AssertionError("the load never ended")
+
+    def drain(self) -> None:
+        assert self.worker._saver is not None
+        assert self.worker._saver.drain(10)
+
+
+def group(blocks: dict[int, int]) -> GroupBlocks:
+    """Block ids with the hashes of their contents."""
+    return GroupBlocks(0, tuple(blocks), tuple(hashlib.sha256(b"%d" % content).digest() for content in blocks.values()))
+
+
+@contextmanager
+def rig(*arguments: object, **options: object) -> Iterator[Rig]:
+    """A rig, closed at the end."""
+    made = Rig(*arguments, **options)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        for gate in made.store.gates.values():
+            gate.set()
+        made.worker.close()
+        assert made.store.closed
+        assert not [thread for thread in threading.enumerate() if thread is made.worker._saver]
+
+
+@pytest.mark.parametrize("loading", MODES)
+@pytest.mark.parametrize("saving", MODES)
+def test_what_one_way_saves_the_other_loads(saving: str, loading: str) -> None:
+    store = DictStore()
+    contents = {1: 11, 5: 15, 2: 12, 9: 19}
+    with rig(store, transfer=saving) as source:
+        for block_id, content in contents.items():
+            source.fill(block_id, content)
+        source.save(contents)
+        source.drain()
+        assert source.worker.counters.totals()["save_blocks_stored"] == 4
+    with rig(store, transfer=loading) as target:
+        before = {block_id: target.read(block_id) for block_id in range(NUM_BLOCKS)}
+        moved = {7: 15, 1: 19, 3: 11, 0: 12}
+        target.load(moved)
+        assert target.worker.take_failed_blocks() == set()
+        assert target.worker.take_report() == LoadReport(loaded=frozenset({"r"}))
+        for block_id in range(NUM_BLOCKS):
+            wanted = target.expected(moved[block_id]) if block_id in moved else before[block_id]
+            assert target.read(block_id) == wanted, block_id
+
+
+def raising(keys: Sequence[str]) -> list[Status]:
+    raise RuntimeError("broken store")
+
+
+FAULTS: dict[str, Callable[[Sequence[str]], object]] = {
+    "missing": lambda keys: [Status.MISS] * len(keys),
+    "negative": lambda keys: [Status.UNAVAILABLE] * len(keys),
+    "short": lambda keys: [Status.CORRUPT] * len(keys),
+    "exception": raising,
+    "none": lambda keys: None,
+    "too few": lambda keys: [Status.OK] * (len(keys) - 1),
+    "too many": lambda keys: [Status.OK] * (len(keys) + 1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("between_steps", [False, True])
+@pytest.mark.parametrize("position", [0, 2, 4])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a9_exactly_the_affected_blocks_are_reported_once(
+    fault: str, position: int, between_steps: bool, mode: str
+) -> None:
+    with rig(transfer=mode, max_buffers_per_call=1900) as worker:
+        contents = {block_id: 100 + block_id for block_id in range(5)}
+        for block_id, content in contents.items():
+            worker.fill(block_id, content)
+        worker.save(contents)
+        worker.drain()
+        bad_key = worker.worker._shards[0].key(group({0: 100 + position}).block_hashes[0])  # type: ignore[union-attr]
+        plain_get = worker.store.get
+
+        def get(keys, addresses, sizes):  # type: ignore[no-untyped-def]
+            if fault in ("missing", "negative", "short"):
+                statuses = plain_get(keys, addresses, sizes)
+                return [FAULTS[fault]([k])[0] if k == bad_key else s for k, s in zip(keys, statuses, strict=True)]
+            return FAULTS[fault](keys)
+
+        worker.store.get = get  # type: ignore[method-assign]
+        worker.load({6 + i: 100 + i for i in range(5)}, between_steps)
+        failed = set(range(6, 11)) if fault in ("exception", "none", "too few", "too many") else {6 + position}
+        if between_steps:
+            assert worker.wait_loaded() == ({"r"}, {"r"})
+        assert worker.worker.take_failed_blocks() == failed
+        assert worker.worker.take_failed_blocks() == set()
+        assert worker.worker.take_report() == LoadReport(failed=frozenset({"r"}))
+        assert worker.worker.take_report() is None
+        for i in range(5):
+            if 6 + i not in failed:
+                assert worker.read(6 + i) == worker.expected(100 + i)
+
+
+@pytest.mark.parametrize("between_steps", [False, True])
+def test_a35_late_bytes_never_reach_the_cache(between_steps: bool) -> None:
+    with rig(load_timeout_s=0.05) as worker:
+        worker.fill(1, 1)
+        worker.save({1: 1})
+        worker.drain()
+        worker.store.gates["get"] = threading.Event()
+        before = worker.read(4)
+        worker.load({4: 1}, between_steps)
+        if between_steps:
+            assert worker.worker.take_loaded() == (set(), set())
+            worker.clock.time = 1
+            assert worker.wait_loaded() == ({"r"}, {"r"})
+        assert worker.worker.take_failed_blocks() == {4}
+        worker.store.gates["get"].set()
+        assert worker.worker._loader is not None
+        worker.worker._loader._threads.submit(lambda: None).result(10)
+        worker.worker.close()
+        assert worker.read(4) == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a7_a_queued_save_never_stores_the_next_owners_bytes(mode: str) -> None:
+    with rig(transfer=mode, fence_timeout_s=0.01) as worker:
+        worker.fill(1, 1)
+        worker.fill(2, 2)
+        worker.store.gates["exist"] = threading.Event()
+        worker.save({1: 1, 2: 2})
+        worker.worker.begin_step(StepMetadata(overwritten=frozenset({1})))
+        worker.fill(1, 99)
+        worker.store.gates["exist"].set()
+        worker.drain()
+        values = [value for key, value in worker.store.objects.items() if not key.endswith("descriptor")]
+        assert values == [worker.expected(2)]
+        assert worker.worker.counters.totals()["save_blocks_dropped_overwritten"] == 1
+
+
+def test_d23_a_slow_put_does_not_hold_the_step_when_packed() -> None:
+    with rig(transfer="packed", fence_timeout_s=10) as worker:
+        worker.fill(1, 1)
+        worker.store.gates["put"] = threading.Event()
+        worker.save({1: 1})
+        assert worker.store.entered["put"].wait(10)
+        worker.worker.begin_step(StepMetadata(overwritten=frozenset({1})))
+        worker.fill(1, 99)
+        worker.store.gates["put"].set()
+        worker.drain()
+        assert worker.expected(1) in worker.store.objects.values()
+
+
+def test_a_direct_put_holds_its_blocks_until_it_has_read_them() -> None:
+    with rig(transfer="direct", fence_timeout_s=0) as worker:
+        worker.fill(1, 1)
+        worker.store.gates["put"] = threading.Event()
+        worker.save({1: 1})
+        assert worker.store.entered["put"].wait(10)
+        step = threading.Thread(target=worker.worker.begin_step, args=(StepMetadata(overwritten=frozenset({1})),))
+        step.start()
+        step.join(0.05)
+        assert step.is_alive()
+        worker.store.gates["put"].set()
+        step.join(10)
+        assert not step.is_alive()
+
+
+def test_d10_an_ended_request_is_let_go_within_the_step() -> None:
+    with rig(fence_timeout_s=0) as worker:
+        worker.fill(1, 1)
+        worker.store.gates["put"] = threading.Event()
+        worker.save({1: 1}, final=True)
+        assert worker.worker.take_saved() == {"r"}
+        assert worker.worker.take_saved() == set()
+
+
+class LateDevice(HostDevice):
+    """A device whose work never lands."""
+
+    def record_event(self):  # type: ignore[no-untyped-def]
+        return self
+
+    def wait(self, timeout_s: float) -> bool:
+        assert timeout_s > 0
+        return False
+
+
+def test_a5_what_has_not_landed_is_not_stored() -> None:
+    with rig(device=LateDevice()) as worker:
+        worker.save({1: 1})
+        worker.drain()
+        assert [key for key in worker.store.objects if not key.endswith("descriptor")] == []
+        assert worker.worker.counters.totals()["save_blocks_dropped_device_late"] == 1
+
+
+def test_c5_only_missing_blocks_are_put() -> None:
+    with rig() as worker:
+        worker.save({1: 1, 2: 2})
+        worker.drain()
+        worker.save({1: 1, 3: 3, 2: 2})
+        worker.drain()
+        puts = [len(keys) for call, keys in worker.store.calls if call == "put"]
+        assert puts == [2, 1]
+        assert worker.worker.counters.totals()["save_blocks_present"] == 2
+
+
+def test_d23_the_queue_is_bounded_and_drops_are_counted() -> None:
+    with rig(max_queued_blocks=2) as worker:
+        worker.store.gates["exist"] = threading.Event()
+        worker.save({1: 1, 2: 2})
+        worker.save({3: 3})
+        assert worker.worker.counters.totals()["save_blocks_dropped_queue_full"] == 1
+        worker.store.gates["exist"].set()
+        worker.drain()
+        worker.save({3: 3})
+        worker.drain()
+        assert worker.worker.counters.totals()["save_blocks_stored"] == 3
+
+
+def test_saves_step_aside_while_the_store_is_down() -> None:
+    with rig(outage_pause_s=5) as worker:
+        worker.store.answers["exist"] = lambda keys: [Status.UNAVAILABLE] * len(keys)
+        worker.save({1: 1})
+        worker.drain()
+        worker.save({1: 1})
+        worker.drain()
+        assert [call for call, _ in worker.store.calls].count("exist") == 1
+        del worker.store.answers["exist"]
+        worker.clock.time = 5
+        worker.save({1: 1})
+        worker.drain()
+        assert worker.worker.counters.totals()["save_blocks_stored"] == 1
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_f5_replicated_content_is_stored_once_by_all_ranks_together(tp: int) -> None:
+    store = DictStore()
+    topology = Topology(1, tp)
+    contents = {block_id: block_id for block_id in range(NUM_BLOCKS)}
+    for rank in topology.ranks():
+        with rig(store, topology, rank) as worker:
+            for block_id, content in contents.items():
+                worker.fill(block_id, content)
+            worker.save(contents)
+    puts = [key for call, keys in store.calls if call == "put" for key in keys]
+    assert len(puts) == len(set(puts)) == NUM_BLOCKS
+    assert len(store.objects) == NUM_BLOCKS + 1
+
+
+def test_a_block_of_too_many_pieces_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match='set transfer to "packed"'):
+        Rig(transfer="direct", max_buffers_per_call=8)
+    with pytest.raises(ConfigError, match="set staging_bytes to at least"):
+        Rig(transfer="packed", staging_bytes=1000)
