@@ -114,11 +114,13 @@ def test_snapshot_sees_what_changed_outside_the_ranges() -> None:
 def test_shared_memory_can_hold_an_arena() -> None:
     memory = SharedMemory(create=True, size=Arena.bytes_for([(64, True)]) + START_ALIGNMENT)
     try:
+        assert memory.buf is not None
         arena = Arena(memory.buf)
         storage = arena.allocate(64)
         storage.raw[3] = 77
         offset = storage.address - arena.address + 3
         peer = SharedMemory(memory.name)
+        assert peer.buf is not None
         assert peer.buf[offset] == 77
         peer.close()
         del storage, arena

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from kvpool_simulator.device import Caches, CacheSpec, allocate, check, families, fill, rank_spec, variants
 from kvpool_simulator.device.arena import POISON, START_ALIGNMENT
+from kvpool_simulator.device.spec import Component, Order
 
 LAYER = "model.layers.0.self_attn.attn"
 MAIN = families.mla_components(16, 32, 8)
 
 
-def indexer(c8: bool = False, a5: bool = False) -> list[families.Component]:
+def indexer(c8: bool = False, a5: bool = False) -> list[Component]:
     return families.indexer_components(16, 16, c8=c8, a5=a5)
 
 
@@ -189,7 +190,7 @@ def test_token_ranges_against_the_meaning_of_the_order(kind: str) -> None:
                 for row in rows[per_block : 2 * per_block]:
                     here = min(left, component.num_tokens)
                     # NZ of either kind: (columns / 16, tokens, 16); a shape that says otherwise is not to be believed.
-                    if component.order is families.Order.NZ:
+                    if component.order is Order.NZ:
                         row.view(-1, component.num_tokens, 16 * component.dtype.itemsize)[:, :here] = 1
                     else:
                         row[:here] = 1

@@ -12,10 +12,9 @@ from kvpool_simulator.device import allocate, rank_spec
 from kvpool_simulator.device.models import MODELS, Gqa, head_range, stage_layers
 from kvpool_simulator.device.spec import CacheSpec
 
-BUNDLED = {"sparse": "bundled"}
-C8 = {"c8": True}
-A5 = {"c8": True, "a5": True}
-PACKED = {"c8": True, "packed": True}
+C8: dict[str, Any] = {"c8": True}
+A5: dict[str, Any] = {"c8": True, "a5": True}
+PACKED: dict[str, Any] = {"c8": True, "packed": True}
 
 NUMBERS = [
     # model, options, components, a layer, a block, buffers, the last two with MTP

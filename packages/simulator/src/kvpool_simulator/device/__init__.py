@@ -6,6 +6,7 @@ Public names, one module a noun:
   `Gqa`, `Mla`, `head_range`, `stage_layers`.
 - `families`: a `CacheSpec` for one layer: `gqa`, `mla`, `sparse_bundled`, `sparse_split`, `packed_main`,
   `indexer_cache`, `cache_only`, `gqa_310p`, ...
+- `hybrids`: `mamba`, `attention_and_mamba`, `deepseek_v4`: layers of several groups, some on the same bytes.
 - `variants`: `padded`, `in_kernel_blocks`, `in_one_storage`, `sharing`: a `CacheSpec` laid out otherwise.
 - `spec`: `CacheSpec` and its parts (`Component`, `View`, `Region`, `RawTensor`, `Entry`); specs are added with `+`.
 - `caches`: `allocate(spec, num_blocks, extra_blocks=0, kv_transfer=True)` -> `Caches`: `kv_caches` (what is

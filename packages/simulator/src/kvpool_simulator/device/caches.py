@@ -161,6 +161,7 @@ def allocate(
     """
     if num_blocks < 1 or extra_blocks < 0:
         raise ValueError(f"need at least 1 block and no negative extra, found {num_blocks} and {extra_blocks}")
+    spec.validate()
     total = num_blocks + extra_blocks
     if arena is None:
         arena = Arena.anonymous(arena_bytes(spec, total, kv_transfer=kv_transfer))

@@ -18,11 +18,16 @@ SCALE_ALIGNMENT = 512
 
 
 def separate(
-    layer_name: str, components: Sequence[Component], container: Container = Container.TUPLE, *, aligned: bool = True
+    layer_name: str,
+    components: Sequence[Component],
+    container: Container = Container.TUPLE,
+    *,
+    group: int = 0,
+    aligned: bool = True,
 ) -> CacheSpec:
     """An entry whose components are separate, dense raw tensors."""
     raws = (RawTensor((_dense(layer_name, component),), aligned=aligned) for component in components)
-    return CacheSpec((Entry(layer_name, container),), tuple(raws))
+    return CacheSpec((Entry(layer_name, container, group),), tuple(raws))
 
 
 def gqa(

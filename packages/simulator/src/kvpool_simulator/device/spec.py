@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -129,8 +130,35 @@ class CacheSpec:
         parts = list(parts)
         return CacheSpec(tuple(e for p in parts for e in p.entries), tuple(r for p in parts for r in p.raw_tensors))
 
+    def validate(self) -> None:
+        """Raise `ValueError` for what no engine registers: names that clash or are missing, bytes with two owners."""
+        groups = {entry.layer_name: entry.group for entry in self.entries}
+        if len(groups) != len(self.entries):
+            raise ValueError("every entry needs a name of its own: two layers have the same one")
+        owners = {entry.layer_name for entry in self.entries if entry.same_as is None}
+        viewed = {view.layer_name for _, view in self.placed()}
+        if viewed != owners:
+            raise ValueError(
+                f"entries and views must name the same layers: only one side has {sorted(viewed ^ owners)}"
+            )
+        for entry in self.entries:
+            if entry.same_as is not None and entry.same_as not in owners:
+                raise ValueError(f"{entry.layer_name} shares {entry.same_as!r}, which is no entry with its own memory")
+        for raw in self.raw_tensors:
+            for region in raw.regions:
+                own = sorted(
+                    ((groups[v.layer_name], v.page_offset, v) for v in region.views if not v.alias),
+                    key=lambda item: item[:2],
+                )
+                for (group, offset, view), (next_group, next_offset, after) in pairwise(own):
+                    if group == next_group and offset + view.component.kernel_bytes > next_offset:
+                        raise ValueError(
+                            f"{view.layer_name} {view.component.name} and {after.layer_name} {after.component.name} "
+                            f"overlap in the pages of group {group}: move one, or mark a second look as alias"
+                        )
+
     def placed(self) -> Iterator[tuple[Region, View]]:
-        """Every view with its region, in the order in which entries list their components."""
+        """Every view with its region; the views of one entry come in the order of its tensors."""
         for raw in self.raw_tensors:
             for region in raw.regions:
                 for view in region.views:
