@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from clocks import ManualClock
@@ -13,7 +14,7 @@ from kvpool_connector.contract.shards import RankShards, ShardMap
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.topology import Topology
 from kvpool_connector.metadata import LoadReport, SaveJob
-from kvpool_connector.scheduler import PoolScheduler, ScheduledRequest
+from kvpool_connector.scheduler import PoolScheduler, ScheduledRequest, _Unconfirmed
 from kvpool_connector.tracker import GroupRule, RequestView
 
 FULL = GroupRule(16)
@@ -37,7 +38,7 @@ class SetLookup:
 class Bench:
     """A scheduler side with its surroundings."""
 
-    def __init__(self, rules: Sequence[GroupRule] = (FULL,), tp: int = 1, heads: int = 1, **options: bool) -> None:
+    def __init__(self, rules: Sequence[GroupRule] = (FULL,), tp: int = 1, heads: int = 1, **options: Any) -> None:
         self.rules, self.lookup, self.clock = list(rules), SetLookup(), ManualClock()
         self.unit = min(rule.block_size for rule in rules)
         self.scheduler = PoolScheduler(rules, self.unit, self.lookup, clock=self.clock, **options)
@@ -225,6 +226,28 @@ def test_a_request_that_ends_in_the_step_of_its_load_is_still_saved() -> None:
     assert bench.scheduler.num_tracked == 0
 
 
+def test_engines_without_reports_confirm_a_load_some_steps_later() -> None:
+    bench = Bench(confirm_after_steps=2)
+    view = bench.view(70)
+    bench.store(view, [0])
+    bench.scheduler.num_matched_tokens(view, 0)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 16)
+    assert bench.schedule(view, 16, 54, [[1, 2, 3, 4, 5]], True) == ()
+    assert bench.schedule(view, 70, 1, None, False) == ()
+    assert saved(bench.schedule(view, 71, 1, None, False)) == [(0, i) for i in (1, 2, 3, 4)]
+
+
+def test_blocks_that_the_engine_knows_to_have_failed_fail_their_request() -> None:
+    bench = Bench()
+    view = bench.view(70)
+    bench.store(view, [0])
+    bench.scheduler.num_matched_tokens(view, 0)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 16)
+    bench.schedule(view, 16, 54, [[1, 2, 3, 4, 5]], True)
+    bench.scheduler.blocks_failed({1})
+    assert bench.scheduler.num_matched_tokens(view, 0) == (0, False)
+
+
 def test_a_failed_load_is_not_tried_again() -> None:
     bench = Bench()
     view = bench.view(70)
@@ -314,7 +337,7 @@ class TestSeveralGroups:
         view = bench.view(130)
         bench.scheduler.allocated(view, [[], []], 0)
         assert saved(bench.schedule(view, 0, 40, [[1, 2], [11, 12, 13]], True)) == [(0, 1), (1, 11), (1, 12)]
-        bench.scheduler._unconfirmed["somebody"] = frozenset({1})
+        bench.scheduler._unconfirmed["somebody"] = _Unconfirmed(frozenset({1}), 0)
         assert bench.schedule(view, 40, 40, [[3], [14, 15]], False) == ()
         bench.scheduler._unconfirmed.clear()
         assert saved(bench.schedule(view, 80, 20, [[4], [16, 17]], False)) == [(0, 2), (0, 3), (1, 16)]

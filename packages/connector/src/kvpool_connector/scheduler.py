@@ -47,6 +47,14 @@ class _Hit:
     expires: float
 
 
+@dataclass(frozen=True)
+class _Unconfirmed:
+    """Blocks of a load that computing waits for, whose outcome is not known yet."""
+
+    block_ids: frozenset[int]
+    step: int
+
+
 class PoolScheduler:
     """Lookups, load jobs and save jobs of one engine."""
 
@@ -60,9 +68,14 @@ class PoolScheduler:
         saves: bool = True,
         load_between_steps: bool = False,
         save_decode_cache: bool = False,
+        confirm_after_steps: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size."""
+        """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size.
+
+        `confirm_after_steps`: for engines that carry no `LoadReport`, the steps after which a load that computing
+        waited for has surely been heard of if it failed.
+        """
         self._rules = rules
         self._hash_block_size = hash_block_size
         self._lookup = lookup
@@ -78,7 +91,9 @@ class PoolScheduler:
         self._trackers: dict[str, RequestTracker] = {}
         self._new_loads: list[LoadJob] = []
         self._final_saves: list[SaveJob] = []
-        self._unconfirmed: dict[str, frozenset[int]] = {}
+        self._unconfirmed: dict[str, _Unconfirmed] = {}
+        self._confirm_after_steps = confirm_after_steps
+        self._num_steps = 0
         self.counters = Counters()
 
     def set_shards(self, shards: ShardMap) -> None:
@@ -178,13 +193,17 @@ class PoolScheduler:
 
     def build_step(self, scheduled: Iterable[ScheduledRequest]) -> StepMetadata:
         """This step's work for the workers. Requests that were never `allocated` are somebody else's."""
+        self._num_steps += 1
+        if self._confirm_after_steps is not None:
+            oldest = self._num_steps - self._confirm_after_steps
+            self._unconfirmed = {r: load for r, load in self._unconfirmed.items() if load.step > oldest}
         loads, self._new_loads = self._new_loads, []
         overwritten: set[int] = set()
         for job in loads:
             ids = frozenset(block_id for group in job.blocks for block_id in group.block_ids)
             overwritten |= ids
             if not job.between_steps:
-                self._unconfirmed[job.request_id] = ids
+                self._unconfirmed[job.request_id] = _Unconfirmed(ids, self._num_steps)
         saves, self._final_saves = self._final_saves, []
         for request in scheduled:
             tracker = self._trackers.get(request.request_id)
@@ -217,8 +236,8 @@ class PoolScheduler:
         Blocks that lie on a load whose outcome is not known yet wait for it: what was computed on a block that did not
         load must never be stored.
         """
-        loading = self._unconfirmed.values()
-        if any(not ids.isdisjoint(table) for ids in loading for table in tracker.block_ids):
+        loads = self._unconfirmed.values()
+        if any(not load.block_ids.isdisjoint(table) for load in loads for table in tracker.block_ids):
             return []
         view = tracker.view
         limit = min(tracker.num_computed_tokens, len(view.block_hashes) * self._hash_block_size)
@@ -262,6 +281,18 @@ class PoolScheduler:
         for request_id in report.loaded | report.failed:
             self._unconfirmed.pop(request_id, None)
         self.loads_failed(report.failed)
+
+    def blocks_failed(self, block_ids: set[int]) -> None:
+        """The engine was told that these blocks did not load."""
+        self.report(
+            LoadReport(
+                failed=frozenset(
+                    request_id
+                    for request_id, load in self._unconfirmed.items()
+                    if not load.block_ids.isdisjoint(block_ids)
+                )
+            )
+        )
 
     def loads_failed(self, request_ids: Iterable[str]) -> None:
         """These requests' loads failed: they are computed, not asked for again."""

@@ -52,11 +52,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvpool")
 
-ENDED_BY_ITSELF = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
+ENDED_BY_ITSELF = frozenset(
+    status
+    for name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+    if (status := getattr(RequestStatus, name, None)) is not None
+)
 
-# Absent before 0.23; without it the outcome of loads is not reported, and the scheduler side assumes one step's delay.
+# Absent before 0.23: the outcome of loads is then known by the failed blocks alone, after the steps in flight.
+REPORTS_LOADS = hasattr(vllm_base, "KVConnectorWorkerMetadata")
 _WorkerMetadataBase: Any = getattr(vllm_base, "KVConnectorWorkerMetadata", object)
-# Absent before 0.32.
+# Absent before 0.32: with several KV cache groups the engine then crashes on a failed load, so nothing is loaded.
+REPORTS_FAILED_REQUESTS = hasattr(vllm_base, "KVConnectorTransferResults")
 _TransferResults: Any = getattr(vllm_base, "KVConnectorTransferResults", None)
 
 
@@ -158,14 +164,23 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         store.connect()
         settings, consumer = self._settings, transfer.kv_role == "kv_consumer"
         outage = Outage(MonotonicClock(), settings.outage_pause_s)
+        can_fail = len(rules) == 1 or REPORTS_FAILED_REQUESTS
+        if not can_fail:
+            logger.error(
+                "event=no_loads: this vLLM cannot recover from a failed load of a model with %d KV cache groups; "
+                "blocks are saved but not loaded. vLLM 0.32 can",
+                len(rules),
+            )
         return PoolScheduler(
             rules,
             hash_block_size_of(self._vllm_config, self._cache_config, self._topology),
             StoreLookup(store, outage, settings.lookup_timeout_s),
-            loads=not consumer or settings.consumer_is_to_load,
+            loads=can_fail and (not consumer or settings.consumer_is_to_load),
             saves=not consumer or settings.consumer_is_to_put,
             load_between_steps=settings.load_async,
             save_decode_cache=settings.save_decode_cache,
+            # One step may be in flight with asynchronous scheduling, and one a stage with pipeline parallelism.
+            confirm_after_steps=None if REPORTS_LOADS else 1 + self._topology.pp_size,
         )
 
     @property
@@ -238,9 +253,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks to compute instead. Block ids mean nothing to an engine with several groups (0.32)."""
+        """Blocks to compute instead. Block ids mean nothing to an engine with several groups."""
         failed = self._workers().take_failed_blocks()
-        return set() if self._has_several_groups and _TransferResults else failed
+        return set() if self._has_several_groups else failed
 
     def build_connector_worker_meta(self) -> PoolWorkerMetadata | None:
         """Outcome of the loads."""
@@ -279,6 +294,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See `kvpool_connector.scheduler.PoolScheduler.report`."""
+        self._schedulers().blocks_failed(connector_output.invalid_block_ids or set())
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(metadata, PoolWorkerMetadata):
             self._schedulers().report(metadata.report)
