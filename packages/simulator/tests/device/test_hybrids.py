@@ -182,7 +182,7 @@ def test_misuse_is_refused_in_words() -> None:
     views = (View("a", one), View("a", one, 8))
     with pytest.raises(ValueError, match="a k and a k overlap in the pages of group 0"):
         allocate(CacheSpec((Entry("a"),), (RawTensor((Region(32, views),)),)), 1)
-    with pytest.raises(ValueError, match=r"only one has \['b'\]"):
+    with pytest.raises(ValueError, match=r"only one side has \['b'\]"):
         allocate(CacheSpec((Entry("a"), Entry("b")), (RawTensor((Region(32, views[:1]),)),)), 1)
     bad = Entry("c", same_as="b")
     with pytest.raises(ValueError, match="no entry with its own memory"):
