@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -37,8 +38,8 @@ class HostDevice:
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         return Buffer(-(-start // alignment) * alignment, num_bytes, memory)
 
-    def copier(self, layout: ShardLayout) -> HostCopier:
-        """Copies for the caches of `layout`."""
+    def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> HostCopier:
+        """See `kvpool_connector.contract.device.Device`; in host memory addresses are enough."""
         return HostCopier(layout)
 
 

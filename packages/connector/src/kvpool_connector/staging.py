@@ -32,15 +32,15 @@ class Staging:
                 f"staging_bytes = {num_bytes} is too small: an object of this layout has {max_object_bytes} bytes and "
                 f"{num_chunks} must fit; set staging_bytes to at least {num_chunks * max_object_bytes}"
             )
-        self._buffer = device.allocate(num_chunks * self.chunk_bytes, ALIGNMENT)
-        status = store.register(self._buffer.address, self._buffer.num_bytes)
+        self.buffer = device.allocate(num_chunks * self.chunk_bytes, ALIGNMENT)
+        status = store.register(self.buffer.address, self.buffer.num_bytes)
         if not status.ok:
             raise StoreSetupError(
-                f"the store did not register the staging area of {self._buffer.num_bytes} bytes: {status}"
+                f"the store did not register the staging area of {self.buffer.num_bytes} bytes: {status}"
             )
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(num_chunks):
-            self._free.put(self._buffer.address + index * self.chunk_bytes)
+            self._free.put(self.buffer.address + index * self.chunk_bytes)
 
     @contextmanager
     def chunk(self, timeout_s: float) -> Iterator[int | None]:

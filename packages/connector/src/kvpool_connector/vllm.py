@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
@@ -31,7 +32,8 @@ from kvpool_connector.contract.keys import tag_of
 from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
 from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.host import HostDevice
-from kvpool_connector.lookup import StoreLookup
+from kvpool_connector.lookup import Lookup, StoreLookup
+from kvpool_connector.lookup_socket import SocketLookup, socket_path
 from kvpool_connector.metadata import LoadReport, StepMetadata
 from kvpool_connector.mooncake import MooncakeStore
 from kvpool_connector.outage import Outage
@@ -145,7 +147,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         device = device_of(self._vllm_config)
         store.connect()
         model = model_of(self._vllm_config, self._settings)
-        return PoolWorker(self._settings, store, device, self._topology, this_rank(), model)
+        rank = this_rank()
+        worker = PoolWorker(self._settings, store, device, self._topology, rank, model)
+        if store_settings.protocol == "ascend" and rank == Rank():
+            worker.serve_lookups(self._lookup_path())
+        return worker
+
+    def _lookup_path(self) -> Path:
+        engine_id = self._vllm_config.kv_transfer_config.engine_id
+        return socket_path(
+            engine_id, self._settings.lookup_rpc_port, self._vllm_config.parallel_config.data_parallel_rank
+        )
 
     def _make_scheduler(self, store_settings: StoreSettings) -> PoolScheduler:
         transfer = self._vllm_config.kv_transfer_config
@@ -157,11 +169,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.kv_load_failure_policy,
             )
         rules = [rule_of(group.kv_cache_spec, self._topology) for group in self._cache_config.kv_cache_groups]
-        # This client gives no memory and moves no bytes.
-        store = MooncakeStore(
-            store_settings.model_copy(update={"global_segment_size": 0, "local_buffer_size": 0}), self._settings
-        )
-        store.connect()
         settings, consumer = self._settings, transfer.kv_role == "kv_consumer"
         outage = Outage(MonotonicClock(), settings.outage_pause_s)
         can_fail = len(rules) == 1 or REPORTS_FAILED_REQUESTS
@@ -174,7 +181,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return PoolScheduler(
             rules,
             hash_block_size_of(self._vllm_config, self._cache_config, self._topology),
-            StoreLookup(store, outage, settings.lookup_timeout_s),
+            self._make_lookup(store_settings, outage),
             loads=can_fail and (not consumer or settings.consumer_is_to_load),
             saves=not consumer or settings.consumer_is_to_put,
             load_between_steps=settings.load_async,
@@ -182,6 +189,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # One step may be in flight with asynchronous scheduling, and one a stage with pipeline parallelism.
             confirm_after_steps=None if REPORTS_LOADS else 1 + self._topology.pp_size,
         )
+
+    def _make_lookup(self, store_settings: StoreSettings, outage: Outage) -> Lookup:
+        """Ask the store directly where a client takes no device, else through the first worker."""
+        limit = self._settings.lookup_timeout_s
+        if store_settings.protocol == "ascend":
+            return SocketLookup(self._lookup_path(), outage, limit)
+        # This client gives no memory and moves no bytes.
+        guest = store_settings.model_copy(update={"global_segment_size": 0, "local_buffer_size": 0})
+        store = MooncakeStore(guest, self._settings)
+        store.connect()
+        return StoreLookup(store, outage, limit)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -404,7 +422,13 @@ def device_of(config: VllmConfig) -> Device:
     kind = current_platform.device_type
     if kind == "cpu":
         return HostDevice()
-    raise ConfigError(f"device type {kind!r} is not supported (yet); expected 'cpu'")
+    if kind == "npu":
+        from vllm.distributed.parallel_state import get_world_group
+
+        from kvpool_connector.ascend import AscendDevice
+
+        return AscendDevice(get_world_group().local_rank)
+    raise ConfigError(f"device type {kind!r} is not supported; expected 'npu' or 'cpu'")
 
 
 def order_of(config: VllmConfig) -> str:

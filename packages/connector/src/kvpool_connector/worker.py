@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvpool_connector.config import PoolSettings
@@ -22,6 +23,7 @@ from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.fence import Fence
 from kvpool_connector.loader import GroupLoad, Load, Loader
+from kvpool_connector.lookup_socket import LookupServer
 from kvpool_connector.metadata import LoadJob, LoadReport, SaveJob, StepMetadata
 from kvpool_connector.outage import Outage
 from kvpool_connector.registration import GroupSpec, read_layouts
@@ -69,6 +71,11 @@ class PoolWorker:
         self._failed_blocks: set[int] = set()
         self._saved_requests: set[str] = set()
         self._report = LoadReport()
+        self._lookup_server: LookupServer | None = None
+
+    def serve_lookups(self, path: Path) -> None:
+        """Answer the scheduler side's lookups at a local socket, where it has no store client of its own."""
+        self._lookup_server = LookupServer(self._store, path)
 
     def register(self, kv_caches: Mapping[str, Any], groups: Sequence[GroupSpec]) -> RankShards:
         """Read the layouts, make the memory known to the store, announce what this rank holds.
@@ -86,7 +93,7 @@ class PoolWorker:
         )
         announced = RankShards(self._rank, self._settings.namespace, EPOCH, self._writer, descriptors)
         self._shards = tuple(announced.shard(index) for index in range(len(groups)))
-        transfers = self._transfers(layouts)
+        transfers = self._transfers(layouts, kv_caches)
         for shard, descriptor in zip(self._shards, descriptors, strict=True):
             if shard and descriptor and self._writer.index == 0:
                 # For people and tools; a pool that is full or down does without.
@@ -98,7 +105,7 @@ class PoolWorker:
         self._loader = Loader(transfers, self._outage, self.counters, self._clock, settings.load_timeout_s)
         return announced
 
-    def _transfers(self, layouts: Sequence[ShardLayout | None]) -> list[Transfer | None]:
+    def _transfers(self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]) -> list[Transfer | None]:
         held = [layout for layout in layouts if layout]
         if self._settings.transfer == "direct":
             for layout in held:
@@ -116,11 +123,14 @@ class PoolWorker:
             return [DirectTransfer(self._store, layout) if layout else None for layout in layouts]
         largest = max((layout.object_bytes for layout in held), default=1)
         staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
-        wait_s = self._settings.load_timeout_s
-        return [
-            PackedTransfer(self._store, layout, self._device.copier(layout), staging, wait_s) if layout else None
-            for layout in layouts
-        ]
+        packed: list[Transfer | None] = []
+        for shard_layout in layouts:
+            if shard_layout is None:
+                packed.append(None)
+                continue
+            copier = self._device.copier(shard_layout, kv_caches, staging.buffer)
+            packed.append(PackedTransfer(self._store, shard_layout, copier, staging, self._settings.load_timeout_s))
+        return packed
 
     def begin_step(self, step: StepMetadata) -> None:
         """Before the step writes anything: let go of the blocks that it will overwrite, and of ended requests'."""
@@ -189,6 +199,8 @@ class PoolWorker:
 
     def close(self) -> None:
         """Store what is queued, within `drain_timeout_s`, and leave the store."""
+        if self._lookup_server is not None:
+            self._lookup_server.close()
         if self._saver is None or self._loader is None:
             self._store.close()
             return

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvpool_connector.contract.layout import ShardLayout
 
@@ -52,6 +52,6 @@ class Device(Protocol):
         """Memory that the transport can reach, for staging. `num_bytes` and `alignment` in bytes."""
         ...
 
-    def copier(self, layout: ShardLayout) -> Copier:
-        """Copies for the caches of `layout`."""
+    def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> Copier:
+        """Copies between the caches of `layout`, which is read from `kv_caches`, and addresses inside `staging`."""
         ...

@@ -1,0 +1,118 @@
+"""KV cache on an Ascend NPU. The only file that imports torch_npu.
+
+Written against torch-npu 2.9 to 2.14, whose names it uses are `torch.npu.{Event, Stream, stream, set_device,
+current_stream}`. It has not run on an NPU yet: see docs/npu.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch_npu  # noqa: F401  (its import makes torch.npu)
+
+from kvpool_connector.contract.device import Buffer
+from kvpool_connector.contract.errors import LayoutError
+from kvpool_connector.contract.layout import ShardLayout
+
+POLL_S = 0.0005
+npu: Any = torch.npu  # type: ignore[attr-defined]
+
+
+class AscendEvent:
+    """A recorded event whose wait has a limit."""
+
+    def __init__(self) -> None:
+        """Record on the current stream."""
+        self._event = npu.Event()
+        self._event.record()
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `kvpool_connector.contract.device.Event`. `synchronize` has no limit, so the event is polled."""
+        deadline = time.monotonic() + timeout_s
+        while not self._event.query():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+
+class AscendDevice:
+    """One NPU of this process."""
+
+    def __init__(self, index: int) -> None:
+        """`index`: local rank."""
+        self._name = f"npu:{index}"
+        npu.set_device(index)
+
+    def record_event(self) -> AscendEvent:
+        """See `kvpool_connector.contract.device.Device`."""
+        return AscendEvent()
+
+    def allocate(self, num_bytes: int, alignment: int) -> Buffer:
+        """Device memory; the transport wants 2 MiB starts."""
+        tensor = torch.empty(num_bytes + alignment, dtype=torch.uint8, device=self._name)
+        start = -(-tensor.data_ptr() // alignment) * alignment
+        offset = start - tensor.data_ptr()
+        return Buffer(start, num_bytes, tensor[offset : offset + num_bytes])
+
+    def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> AscendCopier:
+        """See `kvpool_connector.contract.device.Device`."""
+        return AscendCopier(layout, kv_caches, staging)
+
+
+class AscendCopier:
+    """Copies on a stream of its own, a piece of all blocks at a time."""
+
+    def __init__(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> None:
+        self._object_bytes = layout.object_bytes
+        self._staging = staging
+        self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
+        self._stream = npu.Stream()
+        self._views = list(_views(layout, kv_caches))
+
+    def gather(self, block_ids: Sequence[int], address: int) -> None:
+        """See `kvpool_connector.contract.device.Copier`."""
+        with npu.stream(self._stream):
+            ids, objects = self._tensors(block_ids, address)
+            for offset, view in self._views:
+                objects[:, offset : offset + view.shape[1]].copy_(view.index_select(0, ids))
+            self._stream.synchronize()
+
+    def scatter(self, block_ids: Sequence[int], address: int) -> None:
+        """See `kvpool_connector.contract.device.Copier`."""
+        with npu.stream(self._stream):
+            ids, objects = self._tensors(block_ids, address)
+            for offset, view in self._views:
+                view.index_copy_(0, ids, objects[:, offset : offset + view.shape[1]].contiguous())
+            self._stream.synchronize()
+
+    def _tensors(self, block_ids: Sequence[int], address: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start, count = address - self._staging.address, len(block_ids)
+        objects = self._memory[start : start + count * self._object_bytes].view(count, self._object_bytes)
+        return torch.tensor(block_ids, device=self._memory.device), objects
+
+
+def _views(layout: ShardLayout, kv_caches: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each piece of a block as a byte view `(num_blocks, size)` of its tensor, with its offset in the object."""
+    tensors: dict[int, torch.Tensor] = {}
+    for entry in kv_caches.values():
+        for tensor in entry if isinstance(entry, tuple | list) else (entry,):
+            tensors.setdefault(tensor.data_ptr(), tensor)
+    offset = 0
+    for component in layout.components:
+        tensor = tensors.get(component.base_address)
+        if tensor is None:
+            raise LayoutError(
+                f"component {component.name!r} at {component.base_address:#x} is no registered tensor's start"
+            )
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        raw.set_(tensor.untyped_storage())
+        first = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+        for piece in range(component.num_pieces):
+            start = first + piece * component.piece_stride
+            shape, stride = (layout.num_blocks, component.piece_bytes), (component.block_stride, 1)
+            yield offset, raw.as_strided(shape, stride, start)
+            offset += component.piece_bytes
