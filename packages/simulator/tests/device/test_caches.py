@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool_simulator.device import Caches, CacheSpec, allocate, check, families, fill, rank_spec, variants
-from kvpool_simulator.device.arena import POISON, START_ALIGNMENT
+from kvpool_simulator.device.arena import GUARD_BYTES, POISON, START_ALIGNMENT
 from kvpool_simulator.device.spec import Component, Order
 
 LAYER = "model.layers.0.self_attn.attn"
@@ -167,6 +167,17 @@ def test_storages() -> None:
     shared = allocate(SPECS["shared"], 5)
     assert shared.kv_caches["model.layers.9.self_attn.attn"] is shared.kv_caches[LAYER]
     assert "model.layers.9.self_attn.attn" not in shared.layer_names()
+
+
+@pytest.mark.parametrize("kind", ["gqa", "one storage", "310p"])
+@pytest.mark.parametrize("kv_transfer", [True, False])
+def test_guards_lie_on_both_sides_of_every_tensor(kind: str, kv_transfer: bool) -> None:
+    caches = allocate(SPECS[kind], 4, kv_transfer=kv_transfer)
+    starts, ends = caches.arena.pages()
+    assert len(starts) == 4
+    assert starts[0] >= GUARD_BYTES
+    assert (starts[1:] - ends[:-1] >= GUARD_BYTES).all()
+    assert caches.arena.num_bytes - ends[-1] >= GUARD_BYTES
 
 
 def test_extra_blocks_are_guards() -> None:

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvpool_simulator.device.arena import ALLOCATOR_ALIGNMENT, POISON, START_ALIGNMENT, Arena, Bytes, Damage, Snapshot
+from kvpool_simulator.device.arena import (
+    ALLOCATOR_ALIGNMENT,
+    GUARD_BYTES,
+    POISON,
+    START_ALIGNMENT,
+    Arena,
+    Bytes,
+    Damage,
+    Snapshot,
+)
 from kvpool_simulator.device.spec import CacheSpec, Component, Container, Order, RawTensor, Region, View
 
 Entry = torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]
@@ -222,11 +231,12 @@ def _storages(spec: CacheSpec) -> list[list[RawTensor]]:
 
 
 def _starts(raws: list[RawTensor], total_blocks: int, aligned: bool) -> tuple[list[int], int]:
-    """Start of each raw tensor in its storage, and the storage's size, in bytes."""
-    starts, end = [], 0
+    """Start of each raw tensor in its storage, guards between them, and the storage's size, in bytes."""
+    starts: list[int] = []
+    end = 0
     for raw in raws:
         grid = START_ALIGNMENT if aligned else ALLOCATOR_ALIGNMENT
-        start = -(-end // grid) * grid
+        start = -(-(end + GUARD_BYTES) // grid) * grid if starts else 0
         starts.append(start)
         end = start + _region_offsets(raw, total_blocks)[1]
     return starts, end
