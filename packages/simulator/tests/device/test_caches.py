@@ -30,6 +30,7 @@ def two_layers(make: Callable[..., CacheSpec], *args: Any, **options: Any) -> Ca
 SPECS: dict[str, CacheSpec] = {
     "gqa": two_layers(families.gqa, 16, 2, 64),
     "gqa, other v": two_layers(families.gqa, 16, 2, 64, v_head_dim=32),
+    "gqa, heads first": two_layers(families.gqa, 16, 2, 64, heads_first=True),
     "mla": two_layers(families.mla, 16, 32, 8),
     "mla, two dtypes": two_layers(families.mla, 16, 32, 8, dtype=torch.int8, rope_dtype=torch.bfloat16),
     "mla, nz": two_layers(families.mla, 16, 32, 16, nz=True),
@@ -187,7 +188,9 @@ def test_extra_blocks_are_guards() -> None:
     assert damage.nearest.endswith(f"bytes after {LAYER} v, block 4")
 
 
-@pytest.mark.parametrize("kind", ["gqa", "310p", "mla, nz", "kernel blocks, holes", "c8 split, copies"])
+@pytest.mark.parametrize(
+    "kind", ["gqa", "gqa, heads first", "310p", "mla, nz", "kernel blocks, holes", "c8 split, copies"]
+)
 def test_token_ranges_against_the_meaning_of_the_order(kind: str) -> None:
     """Mark the first n tokens through the tensor as the order reads it; exactly the token ranges change."""
     for num_tokens in (0, 1, 7, 16):
@@ -203,6 +206,8 @@ def test_token_ranges_against_the_meaning_of_the_order(kind: str) -> None:
                     # NZ of either kind: (columns / 16, tokens, 16); a shape that says otherwise is not to be believed.
                     if component.order is Order.NZ:
                         row.view(-1, component.num_tokens, 16 * component.dtype.itemsize)[:, :here] = 1
+                    elif component.heads_first:
+                        row[:, :here] = 1
                     else:
                         row[:here] = 1
                     left -= here
@@ -220,6 +225,15 @@ def test_ranks_hold_the_same_bytes_of_the_same_head() -> None:
             part = allocate(rank_spec("tiny-qwen3-32b", tp=tp, tp_rank=rank), 2)
             fill(part, 0, "prefix")
             assert part.read(LAYER, 0, 0) == heads[:, rank * 2 // tp].tobytes()
+
+
+def test_the_order_of_heads_and_tokens_decides_the_bytes() -> None:
+    tokens_first, heads_first = allocate(SPECS["gqa"], 1), allocate(SPECS["gqa, heads first"], 1)
+    for caches in (tokens_first, heads_first):
+        fill(caches, 0, "prefix")
+    one = np.frombuffer(tokens_first.read(LAYER, 1, 0), np.uint8).reshape(16, 2, 128)
+    other = np.frombuffer(heads_first.read(LAYER, 1, 0), np.uint8).reshape(2, 16, 128)
+    assert (one == other.swapaxes(0, 1)).all()
 
 
 def test_content_does_not_depend_on_kernel_blocks() -> None:

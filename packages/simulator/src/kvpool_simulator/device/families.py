@@ -38,17 +38,22 @@ def gqa(
     *,
     v_head_dim: int | None = None,
     first_head: int = 0,
+    heads_first: bool = False,
     dtype: torch.dtype = BF16,
 ) -> CacheSpec:
-    """`(k, v)`, each `(num_blocks, block_size, num_heads, head_dim)`; V may have another head size."""
-    dims = (("k", head_dim), ("v", head_dim if v_head_dim is None else v_head_dim))
-    return separate(
-        layer_name,
-        [
-            Component(n, dtype, (block_size, num_heads, d), block_size, first_head=first_head, num_heads=num_heads)
-            for n, d in dims
-        ],
-    )
+    """`(k, v)`, each `(num_blocks, block_size, num_heads, head_dim)`; V may have another head size.
+
+    `heads_first` (an engine other than vLLM-Ascend): heads before tokens. With as many heads as tokens the shape is
+    the same.
+    """
+
+    def component(name: str, dim: int) -> Component:
+        shape = (num_heads, block_size, dim) if heads_first else (block_size, num_heads, dim)
+        return Component(
+            name, dtype, shape, block_size, first_head=first_head, num_heads=num_heads, heads_first=heads_first
+        )
+
+    return separate(layer_name, [component("k", head_dim), component("v", v_head_dim or head_dim)])
 
 
 def gqa_310p(
