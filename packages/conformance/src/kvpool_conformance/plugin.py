@@ -1,1 +1,91 @@
-"""The suite as a pytest plugin."""
+"""The suite as a pytest plugin: which targets are judged, and what was found, target by target.
+
+Options: `--kvpool-target NAME` (repeatable; a target that cannot be reached is an error), `--kvpool-if-there NAME`
+(repeatable; a target that cannot be reached is named as not run), `--kvpool-report FILE` (JSON). It loads no Hypothesis
+profile; `--hypothesis-seed` replays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+MARK = "kvpool_conformance"
+TOTALS = pytest.StashKey[dict[str, Counter[str]]]()
+NOT_RUN = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See the module."""
+    group = parser.getgroup("kvpool")
+    group.addoption("--kvpool-target", action="append", default=[], metavar="NAME", help="a target to judge")
+    group.addoption("--kvpool-if-there", action="append", default=[], metavar="NAME", help="the same, if it is there")
+    group.addoption("--kvpool-report", default=None, metavar="FILE", help="write the result as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Markers and places for results."""
+    config.addinivalue_line("markers", f"{MARK}(target): a conformance test of one target")
+    config.stash[TOTALS] = {}
+    config.stash[NOT_RUN] = {}
+
+
+def not_run(config: pytest.Config, target: str, reason: str) -> None:
+    """Note that a target was not run, and why."""
+    config.stash[NOT_RUN][target] = reason
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Carry an item's target to the process that counts."""
+    for mark in item.iter_markers(MARK):
+        item.user_properties.append((MARK, mark.args[0]))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> object:
+    """One line a target."""
+    yield
+    totals = count(terminalreporter)
+    if not totals and not config.stash[NOT_RUN]:
+        return
+    terminalreporter.section("kvpool conformance")
+    for target, found in sorted(totals.items()):
+        terminalreporter.write_line(
+            f"{target}: {found['passed']} passed, {found['failed']} failed, {found['skipped']} not offered"
+        )
+    for target, reason in config.stash[NOT_RUN].items():
+        terminalreporter.write_line(f"{target}: not run ({reason})")
+    if path := config.getoption("--kvpool-report"):
+        report = {"targets": totals, "not_run": config.stash[NOT_RUN]}
+        Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def count(reporter: pytest.TerminalReporter) -> dict[str, Counter[str]]:
+    """Outcomes by target."""
+    totals: dict[str, Counter[str]] = {}
+    for outcome, reports in reporter.stats.items():
+        for report in reports:
+            target = dict(getattr(report, "user_properties", ())).get(MARK)
+            if target is not None and (getattr(report, "when", "call") == "call" or outcome != "passed"):
+                kind = {"error": "failed"}.get(outcome, outcome)
+                totals.setdefault(str(target), Counter())[kind] += 1
+    return totals
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A requested target of which no test ran is a failure, not a success."""
+    if hasattr(session.config, "workerinput") or session.config.option.collectonly or exitstatus:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
+    totals = count(reporter)
+    for target in session.config.getoption("--kvpool-target"):
+        found = totals.get(target, Counter())
+        if not found["passed"] + found["failed"]:
+            reporter.write_line(f"kvpool: no conformance test of target {target!r} ran", red=True)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED

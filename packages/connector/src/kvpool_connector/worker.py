@@ -197,6 +197,10 @@ class PoolWorker:
         report, self._report = self._report, LoadReport()
         return report if report.loaded or report.failed else None
 
+    def drain(self, timeout_s: float) -> bool:
+        """True once all saves that were queued have ended; False when that took longer than `timeout_s` seconds."""
+        return self._saver is None or self._saver.drain(timeout_s)
+
     def close(self) -> None:
         """Store what is queued, within `drain_timeout_s`, and leave the store."""
         if self._lookup_server is not None:
@@ -204,7 +208,7 @@ class PoolWorker:
         if self._saver is None or self._loader is None:
             self._store.close()
             return
-        drained = self._saver.drain(self._settings.drain_timeout_s)
+        drained = self.drain(self._settings.drain_timeout_s)
         if not drained:
             logger.warning("event=drain_incomplete limit_s=%g", self._settings.drain_timeout_s)
         self._loader.close()

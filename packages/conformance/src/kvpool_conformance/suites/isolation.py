@@ -1,0 +1,95 @@
+"""Who may share and who must not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool_conformance.backend import CacheBackend
+from kvpool_conformance.cases import NAMED_CASES, Deployment
+from kvpool_conformance.suites.round_trip import fresh, load_all, moved, offered, save_all
+
+GQA = Deployment(NAMED_CASES["mha"])
+OTHERS: dict[str, Deployment] = {
+    "kv-dtype": GQA.with_case(dtype="float16"),
+    "tp-size": Deployment(NAMED_CASES["mha"], tp_size=2),
+    "block-size": GQA.with_case(block_size=32),
+    "layer-count": GQA.with_case(num_layers=3),
+    "head-dim": GQA.with_case(head_dim=32, v_head_dim=128 - 32),
+    "mtp": GQA.with_case(mtp=True),
+    "model": Deployment(NAMED_CASES["mha"], model="another"),
+    "namespace": Deployment(NAMED_CASES["mha"], namespace="another"),
+}
+"""Deployments that differ from `GQA` in one thing that decides the bytes, or in the namespace."""
+
+
+class Isolation:
+    """Subclass, and give a fixture `backend` that returns a `CacheBackend`."""
+
+    @pytest.mark.parametrize("difference", OTHERS)
+    def test_deployments_that_differ_do_not_share(self, backend: CacheBackend, difference: str) -> None:
+        """Same content names, one store: no hit across, in either direction, and a load fails rather than lies."""
+        first, second = offered(backend, GQA), offered(backend, OTHERS[difference])
+        for ours, theirs in ((first, second), (second, first)):
+            contents = {1: fresh(), 2: fresh()}
+            with backend.node(ours) as source, backend.node(theirs) as target:
+                save_all(source, contents)
+                assert target.hits(list(contents.values())) == 0
+                target.poison()
+                assert target.load(contents) == {1, 2}
+
+    def test_quantised_and_plain_indexers_do_not_share(self, backend: CacheBackend) -> None:
+        """C8 on and off, made to have equal byte counts."""
+        plain = offered(backend, Deployment(NAMED_CASES["sparse-bundled"]).with_case(dtype="int8", index_dim=18))
+        quantised = offered(
+            backend, Deployment(NAMED_CASES["sparse-bundled"]).with_case(dtype="int8", index_dim=16, c8="int8")
+        )
+        contents = {1: fresh()}
+        with backend.node(plain) as source, backend.node(quantised) as target:
+            save_all(source, contents)
+            assert target.hits(list(contents.values())) == 0
+            assert target.load(contents) == {1}
+
+    @pytest.mark.parametrize(("saved_at", "loaded_at"), [(1, 8), (8, 1), (4, 2)])
+    def test_latent_caches_are_shared_between_tensor_parallel_sizes(
+        self, backend: CacheBackend, saved_at: int, loaded_at: int
+    ) -> None:
+        """MLA and DSA are replicated: a pool written at one size serves every other, and is written once."""
+        source = offered(backend, Deployment(NAMED_CASES["sparse-bundled"], tp_size=saved_at))
+        target = offered(backend, Deployment(NAMED_CASES["sparse-bundled"], tp_size=loaded_at))
+        contents = {block_id: fresh() for block_id in range(8)}
+        stored = 0
+        for rank in range(saved_at):
+            with backend.node(source, rank) as node:
+                node.fill(contents)
+                stored += node.save(contents)
+        assert stored == len(contents), "the ranks share the work of writing: every block once"
+        with backend.node(target, loaded_at - 1) as node:
+            assert node.hits(list(contents.values())) == len(contents)
+            load_all(node, moved(contents, (8, 9, 10, 11, 3, 2, 1, 0)))
+
+    @pytest.mark.parametrize("missing", [0, 1, 3])
+    def test_a_hit_needs_every_rank(self, backend: CacheBackend, missing: int) -> None:
+        """Heads split over four ranks: one rank's lost object ends the hit there, whoever is asked."""
+        deployment = offered(backend, Deployment(NAMED_CASES["mha"], tp_size=4))
+        contents = {block_id: fresh() for block_id in range(4)}
+        names = list(contents.values())
+        for rank in range(4):
+            with backend.node(deployment, rank) as node:
+                save_all(node, contents)
+        with backend.node(deployment, 2) as node:
+            assert node.hits(names) == 4
+            backend.lose(deployment, missing, names[2])
+            assert node.hits(names) == 2
+
+    @pytest.mark.parametrize("tp_size", [2, 4, 8, 16])
+    def test_every_rank_gets_its_own_heads(self, backend: CacheBackend, tp_size: int) -> None:
+        """Eight heads over two to sixteen ranks: each rank's bytes are its heads'."""
+        deployment = offered(backend, Deployment(NAMED_CASES["mha"], tp_size=tp_size))
+        contents = {1: fresh(), 5: fresh(), 6: fresh()}
+        for rank in range(tp_size):
+            with backend.node(deployment, rank) as node:
+                node.fill(contents)
+                node.save(contents)
+        for rank in (0, 1, tp_size - 1):
+            with backend.node(deployment, rank) as node:
+                load_all(node, moved(contents, (2, 3, 9)))

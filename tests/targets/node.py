@@ -1,0 +1,146 @@
+"""A node: one rank's worker side over simulated caches, on any store."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvpool_conformance.cases import Deployment
+from kvpool_connector.config import PoolSettings
+from kvpool_connector.contract.descriptor import ModelIdentity
+from kvpool_connector.contract.shards import RankShards, ShardMap
+from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.store import Store
+from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.host import HostDevice
+from kvpool_connector.metadata import GroupBlocks, LoadJob, SaveJob, StepMetadata
+from kvpool_connector.registration import GroupSpec
+from kvpool_connector.worker import PoolWorker
+from kvpool_simulator.device import allocate
+from kvpool_simulator.device.content import page_content
+from tests.targets.caches import cache_spec, content_name
+
+
+def block_hash(content: str) -> bytes:
+    """What the engine would call the block's hash."""
+    return hashlib.sha256(content.encode()).digest()
+
+
+def topology_of(deployment: Deployment) -> Topology:
+    """A latent cache has one head."""
+    heads = deployment.case.num_heads if deployment.case.family == "gqa" else 1
+    return Topology(heads, deployment.tp_size)
+
+
+class LocalNode:
+    """A `kvpool_conformance.backend.Node` in this process."""
+
+    def __init__(self, deployment: Deployment, rank: int, store: Store, staging_bytes: int = 8 << 20) -> None:
+        """`store` is connected; `close` closes it."""
+        case = deployment.case
+        spec = cache_spec(case, deployment.tp_size, rank)
+        self._caches = allocate(spec, case.num_blocks, extra_blocks=case.spare_blocks)
+        self._store = store
+        self._topology = topology_of(deployment)
+        settings = {
+            "namespace": deployment.namespace,
+            "transfer": deployment.transfer,
+            "staging_bytes": staging_bytes,
+            "load_timeout_s": 60,
+        }
+        self._worker = PoolWorker(
+            PoolSettings.model_validate(settings),
+            store,
+            HostDevice(),
+            self._topology,
+            Rank(tp=rank),
+            ModelIdentity(deployment.model),
+        )
+        group = GroupSpec(
+            tuple(self._caches.kv_caches),
+            case.block_size,
+            case.num_blocks,
+            kind="attention" if case.family == "gqa" else "latent",
+        )
+        self._announced = self._worker.register(self._caches.kv_caches, [group])
+        self._snapshot = self._caches.snapshot()
+
+    def all_ranks(self) -> list[RankShards]:
+        """What every rank of the deployment announces: they differ in their heads alone."""
+        ranks = []
+        for rank in self._topology.ranks():
+            heads = self._topology.heads(rank)
+            descriptors = tuple(d and replace(d, heads=heads) for d in self._announced.descriptors)
+            writer = self._topology.writer(rank)
+            ranks.append(replace(self._announced, rank=rank, descriptors=descriptors, writer=writer))
+        return ranks
+
+    def fill(self, contents: Mapping[int, str]) -> None:
+        for block_id, content in contents.items():
+            for layer_name, index in self._pages():
+                place = self._caches.places[layer_name][index]
+                page = page_content(place, content_name(layer_name), content)
+                self._caches.write(layer_name, index, block_id, page)
+
+    def save(self, contents: Mapping[int, str]) -> int:
+        before = self._worker.counters.totals()
+        step = StepMetadata(saves=(SaveJob("request", (self._blocks(contents),)),))
+        self._worker.begin_step(step)
+        self._worker.end_step(step)
+        assert self._worker.drain(300), "saves did not end"
+        after = self._worker.counters.totals()
+        return sum(after.get(name, 0) - before.get(name, 0) for name in ("save_blocks_stored", "save_blocks_present"))
+
+    def hits(self, contents: Sequence[str]) -> int:
+        shards = ShardMap(self._topology, self.all_ranks())
+        for count, content in enumerate(contents):
+            if any(status is not Status.OK for status in self._store.exist(shards.keys(0, block_hash(content)))):
+                return count
+        return len(contents)
+
+    def load(self, contents: Mapping[int, str]) -> set[int]:
+        step = StepMetadata(loads=(LoadJob("request", (self._blocks(contents),)),))
+        self._worker.begin_step(step)
+        self._worker.start_loads(step)
+        self._worker.end_step(step)
+        return self._worker.take_failed_blocks()
+
+    def poison(self) -> None:
+        self._caches.poison()
+        self._snapshot = self._caches.snapshot()
+
+    def mismatches(self, contents: Mapping[int, str]) -> list[str]:
+        wrong = []
+        for block_id, content in contents.items():
+            for layer_name, index in self._pages():
+                place = self._caches.places[layer_name][index]
+                expected = page_content(place, content_name(layer_name), content)
+                found = np.frombuffer(self._caches.read(layer_name, index, block_id), np.uint8)
+                if not np.array_equal(found, expected):
+                    differs = np.flatnonzero(found != expected)
+                    wrong.append(
+                        f"{layer_name} {place.component.name}, block {block_id}: {len(differs)} of {len(expected)} "
+                        f"bytes differ, the first at {differs[0]}"
+                    )
+        return wrong
+
+    def changed_outside(self, block_ids: Sequence[int]) -> list[str]:
+        ranges = self._caches.block_ranges(block_ids)
+        return [str(damage) for damage in self._snapshot.changed_outside(ranges)]
+
+    def close(self) -> None:
+        """Leave the pool."""
+        self._worker.close()
+
+    def _pages(self) -> Iterator[tuple[str, int]]:
+        """Every tensor once: what a layer registers a second time is the first one's."""
+        for entry in self._caches.spec.entries:
+            if entry.same_as is None:
+                for index in range(len(self._caches.places[entry.layer_name])):
+                    yield entry.layer_name, index
+
+    def _blocks(self, contents: Mapping[int, str]) -> GroupBlocks:
+        return GroupBlocks(0, tuple(contents), tuple(block_hash(content) for content in contents.values()))

@@ -1,0 +1,91 @@
+"""What all targets share: a store backend and a cache backend over one master."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvpool_conformance.backend import Node
+from kvpool_conformance.cases import Deployment
+from kvpool_connector.contract.shards import RankShards
+from kvpool_connector.contract.store import Store
+from tests.targets.borrowed import Borrowed
+from tests.targets.caches import cache_spec
+from tests.targets.node import LocalNode, block_hash
+from tests.targets.process import RemoteNode, StoreFactory
+
+
+class Target:
+    """A `StoreBackend` and a `CacheBackend` in one."""
+
+    def __init__(self, name: str, address: str, make_store: StoreFactory, lease_s: float) -> None:
+        """`make_store` connects to the master at `address`, which has memory already."""
+        self.name = name
+        self.lease_s = lease_s
+        self.address = address
+        self._make_store = make_store
+        self._clients = [make_store(address, 0) for _ in range(2)]
+        self._lent = 0
+        self._announced: dict[Deployment, list[RankShards]] = {}
+
+    # StoreBackend
+
+    @contextmanager
+    def open(self) -> Iterator[Store]:
+        """Two clients, lent in turn: what one writes the other reads."""
+        store = Borrowed(self._clients[self._lent % 2])
+        self._lent += 1
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def peek(self, key: str) -> bytes | None:
+        raise NotImplementedError
+
+    def poke(self, key: str, offset: int, value: bytes) -> None:
+        raise NotImplementedError
+
+    def advance(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    # CacheBackend
+
+    def offers(self, deployment: Deployment) -> str:
+        try:
+            cache_spec(deployment.case, deployment.tp_size, 0)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    @contextmanager
+    def node(
+        self, deployment: Deployment, rank: int = 0, *, elsewhere: bool = False, staging_bytes: int = 8 << 20
+    ) -> Iterator[Node]:
+        with self.open() as store:
+            if elsewhere:
+                remote = RemoteNode(self._make_store, self.address, deployment, rank, staging_bytes)
+                try:
+                    yield remote
+                finally:
+                    remote.close()
+                return
+            local = LocalNode(deployment, rank, store, staging_bytes)
+            self._announced[deployment] = local.all_ranks()
+            try:
+                yield local
+            finally:
+                local.close()
+
+    def lose(self, deployment: Deployment, rank: int, content: str) -> None:
+        (shards,) = [shards for shards in self._announced[deployment] if shards.rank.tp == rank]
+        shard = shards.shard(0)
+        assert shard is not None
+        with self.open() as store:
+            (status,) = store.remove([shard.key(block_hash(content))], force=True)
+            assert status.ok, f"removing the object of {content!r}: {status}"
+
+    def close(self) -> None:
+        """Close the lent clients."""
+        for client in self._clients:
+            client.close()
