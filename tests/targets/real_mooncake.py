@@ -144,7 +144,7 @@ class MooncakeTarget(Target):
 
 
 @contextmanager
-def mooncake(segment_bytes: int = 1 << 30) -> Iterator[MooncakeTarget]:
+def mooncake(segment_bytes: int = 2 << 30) -> Iterator[MooncakeTarget]:
     """Real Mooncake with memory."""
     with real_master(segment_bytes) as master:
         target = MooncakeTarget(master.address)

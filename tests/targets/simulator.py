@@ -43,7 +43,7 @@ class SimulatorTarget(Target):
 
 
 @contextmanager
-def simulator(segment_bytes: int = 1 << 30) -> Iterator[SimulatorTarget]:
+def simulator(segment_bytes: int = 2 << 30) -> Iterator[SimulatorTarget]:
     """A simulated master with memory, answering other processes too."""
     with SimulatedMaster(serve=True) as master:
         owner = make_store(master.address, segment_bytes)

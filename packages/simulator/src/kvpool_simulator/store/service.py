@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.managers import BaseManager
@@ -95,7 +96,12 @@ class SimulatedMaster:
             Manager.register("service", callable=lambda: self.service, exposed=EXPOSED)
             self._server = Manager(("127.0.0.1", 0), AUTHKEY).get_server()
             self.address = f"127.0.0.1:{self._server.address[1]}"
-            threading.Thread(target=self._server.serve_forever, name="kvpool-simulated-master", daemon=True).start()
+            threading.Thread(target=self._serve, name="kvpool-simulated-master", daemon=True).start()
+
+    def _serve(self) -> None:
+        # The standard library's server ends its thread by ending the interpreter.
+        with contextlib.suppress(SystemExit):
+            self._server.serve_forever()
 
     def __enter__(self) -> SimulatedMaster:
         if self.address in _SERVICES:
