@@ -1,0 +1,128 @@
+"""Tiny models with random weights and a byte-level tokenizer, made on the spot: nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 300
+MAX_LENGTH = 4096
+KINDS = ("gqa", "mla", "two-groups")
+BLOCK_SIZE = {"gqa": 32, "mla": 16, "two-groups": 32}
+"""vLLM on a CPU takes these: MLA 16, else multiples of 32."""
+
+
+def make_model(kind: str, directory: Path, num_layers: int = 3, hidden_size: int = 256) -> Path:
+    """Write a model of a kind and its tokenizer, unless they are there; returns their directory."""
+    path = directory / f"{kind}-{num_layers}-{hidden_size}"
+    if (path / "done").exists():
+        return path
+    import torch
+
+    torch.manual_seed(7)
+    model = MAKERS[kind](num_layers, hidden_size)
+    # Wide weights: with a narrow spread every context would give much the same token.
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    (path / "done").touch()
+    return path
+
+
+def _qwen2(num_layers: int, hidden_size: int) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=hidden_size // 64,
+            num_key_value_heads=2,
+            max_position_embeddings=MAX_LENGTH,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _deepseek_v2(num_layers: int, hidden_size: int) -> Any:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size,
+            moe_intermediate_size=64,
+            num_hidden_layers=num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            max_position_embeddings=MAX_LENGTH,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+    )
+
+
+def _gpt_oss(num_layers: int, hidden_size: int) -> Any:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    kinds = ["sliding_attention", "full_attention"]
+    return GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size,
+            num_hidden_layers=num_layers + num_layers % 2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            sliding_window=64,
+            layer_types=kinds * ((num_layers + 1) // 2),
+            max_position_embeddings=MAX_LENGTH,
+            tie_word_embeddings=False,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 1024,
+                "truncate": False,
+            },
+        )
+    )
+
+
+MAKERS: dict[str, Callable[[int, int], Any]] = {"gqa": _qwen2, "mla": _deepseek_v2, "two-groups": _gpt_oss}
+
+
+def _tokenizer() -> Any:
+    """A token a byte, and specials."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: i for i, character in enumerate(alphabet)}
+    specials = ["<pad>", "<s>", "</s>"]
+    vocabulary.update({special: len(vocabulary) + i for i, special in enumerate(specials)})
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
