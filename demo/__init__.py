@@ -1,0 +1,1 @@
+"""`nox -s demo`: one engine fills a pool, a second, fresh one answers from it."""

@@ -1,0 +1,83 @@
+"""What the documentation says can be run runs, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool_connector.config import PoolSettings, StoreSettings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page, text) of every code block in a language."""
+    found = []
+    for page in PAGES:
+        for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+            if kind == language:
+                found.append((page.relative_to(ROOT).as_posix(), text))
+    return found
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("python"))
+def test_python_runs(page: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "test_block.py"
+    path.write_text(text, encoding="utf-8")
+    command = [
+        sys.executable,
+        *(["-m", "pytest", "-q", "-p", "no:cacheprovider"] if "pytest" in text else []),
+        str(path),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_the_toy_backend_is_judged(tmp_path: Path) -> None:
+    (text,) = [text for page, text in blocks("python") if page == "docs/write-a-backend.md"]
+    right = "return Status.CORRUPT"
+    assert text.count(right) == 1
+    path = tmp_path / "test_wrong.py"
+    path.write_text(text.replace(right, "return Status.OK"), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "test_another_size_is_never_ok" in done.stdout
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("json"))
+def test_json_is_what_the_connector_takes(page: str, text: str) -> None:
+    StoreSettings.model_validate(json.loads(text))
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("console"))
+def test_commands_parse_and_their_settings_are_known(page: str, text: str) -> None:
+    words = shlex.split(text)
+    assert words
+    for word, value in itertools.pairwise(words):
+        if word == "--kv-transfer-config":
+            PoolSettings.from_extra_config(json.loads(value)["kv_connector_extra_config"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("record", [PoolSettings, StoreSettings])
+def test_every_setting_is_documented(record: type[PoolSettings] | type[StoreSettings]) -> None:
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    missing = [name for name in record.model_fields if f"| `{name}` |" not in text]
+    assert not missing
