@@ -40,6 +40,6 @@ def fail_last() -> None:
 
 def simulated_store() -> None:
     """The simulated store in place of Mooncake."""
-    from kvpool_simulator.store import MooncakeDistributedStore
+    from kvpool_simulator import store
 
-    mooncake.import_client_class = lambda: MooncakeDistributedStore
+    mooncake.import_mooncake = lambda: store

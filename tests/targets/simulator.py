@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import kvpool_simulator.store
 from kvpool_connector.config import StoreSettings
 from kvpool_connector.mooncake import MooncakeStore
 from kvpool_simulator.clock import VirtualClock
-from kvpool_simulator.store import MooncakeDistributedStore, SimulatedMaster
+from kvpool_simulator.store import SimulatedMaster
 from tests.targets.target import Target
 
 LEASE_S = 10.0
@@ -19,7 +20,7 @@ def make_store(address: str, segment_bytes: int) -> MooncakeStore:
     settings = StoreSettings(
         master_server_address=address, protocol="tcp", global_segment_size=segment_bytes, local_buffer_size=0
     )
-    store = MooncakeStore(settings, client_class=MooncakeDistributedStore)
+    store = MooncakeStore(settings, module=kvpool_simulator.store)
     store.connect()
     return store
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -31,8 +32,15 @@ class Scripted:
         return call
 
 
+def module_of(client: Scripted) -> Any:
+    """A module like `mooncake.store` whose clients are this one."""
+    return types.SimpleNamespace(
+        MooncakeDistributedStore=lambda: client, ReplicateConfig=lambda: types.SimpleNamespace(preferred_segment="")
+    )
+
+
 def connected(client: Scripted, **pool: Any) -> MooncakeStore:
-    store = MooncakeStore(SETTINGS, PoolSettings(**pool), client_class=lambda: client)
+    store = MooncakeStore(SETTINGS, PoolSettings(**pool), module=module_of(client))
     store.connect()
     return store
 
@@ -90,7 +98,7 @@ def test_calls_are_cut_by_buffers_bytes_and_repeated_keys() -> None:
 
 
 def test_calls_before_connect_and_after_close_are_refused() -> None:
-    store = MooncakeStore(SETTINGS, client_class=Scripted)
+    store = MooncakeStore(SETTINGS, module=module_of(Scripted()))
     calls: list[Any] = [
         lambda: store.exist(["k"]),
         lambda: store.put(["k"], [[1]], [[1]]),
@@ -120,3 +128,13 @@ def test_setup_that_hangs_is_given_up_in_time() -> None:
     with pytest.raises(StoreSetupError, match=r"did not return within 0\.05 s"):
         connected(Scripted(setup=lambda *_: gate.wait(30)), setup_timeout_s=0.05)
     gate.set()
+
+
+def test_the_own_segment_is_preferred_only_when_asked_for_and_there() -> None:
+    for segment, preferred, expected in ((64 << 20, True, "host:1"), (64 << 20, False, ""), (0, True, "")):
+        client = Scripted(get_hostname="host:1", batch_put_from_multi_buffers=[0])
+        settings = SETTINGS.model_copy(update={"global_segment_size": segment, "preferred_segment": preferred})
+        store = MooncakeStore(settings, module=module_of(client))
+        store.connect()
+        store.put(["k"], [[1]], [[1]])
+        assert client.calls[-1][1][3].preferred_segment == expected

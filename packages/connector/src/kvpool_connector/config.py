@@ -62,8 +62,9 @@ class StoreSettings(_Settings):
     local_buffer_size: Size = GIB
     """Bytes of Mooncake's own transfer buffer."""
     preferred_segment: bool = False
-    """Prefer this process's own segment for what it stores."""
+    """Store in this process's own segment while it has room."""
     prefer_alloc_in_same_node: bool = True
+    """Handed on to Mooncake, which placed objects at random all the same (0.3.13)."""
     enable_ssd_offload: Literal[False] = False
     ssd_offload_path: str = ""
 
@@ -130,8 +131,9 @@ class PoolSettings(_Settings):
     discard_partial_chunks: Literal[True] = True
     use_layerwise: Literal[False] = False
     layerwise_prefetch_layers: Annotated[int, Field(ge=1)] = 1
-    prefill_pp_size: Annotated[int, Field(ge=1)] | None = None
-    prefill_pp_layer_partition: str | None = None
+    """Of no effect while `use_layerwise` is false."""
+    prefill_pp_size: Literal[1] | None = None
+    prefill_pp_layer_partition: Literal[""] | None = None
 
     namespace: Annotated[str, Field(min_length=1, max_length=128)] = "default"
     """Deployments share KV only within a namespace."""

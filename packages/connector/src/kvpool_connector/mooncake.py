@@ -50,18 +50,17 @@ TRANSPORT_LIMITS: dict[str, str] = {
 """Bounds of Mooncake's own waits (30 to 90 s by default), set before it is imported unless the user set them."""
 
 
-def import_client_class() -> Callable[[], Any]:
-    """`mooncake.store.MooncakeDistributedStore`. Raises `StoreSetupError` with the remedy where it cannot be had."""
+def import_mooncake() -> Any:
+    """The module `mooncake.store`. Raises `StoreSetupError` with the remedy where it cannot be had."""
     for name, value in TRANSPORT_LIMITS.items():
         os.environ.setdefault(name, value)
     try:
-        client_class: Callable[[], Any] = importlib.import_module("mooncake.store").MooncakeDistributedStore
+        return importlib.import_module("mooncake.store")
     except ImportError as error:
         raise StoreSetupError(
             f"mooncake.store cannot be imported ({error}). Install it with `pip install kvpool-connector[mooncake]`, "
             f"and its system libraries with `apt-get install {DEBIAN_PACKAGES}`"
         ) from error
-    return client_class
 
 
 class MooncakeStore:
@@ -71,13 +70,14 @@ class MooncakeStore:
         self,
         settings: StoreSettings,
         pool: PoolSettings | None = None,
-        client_class: Callable[[], Any] | None = None,
+        module: Any = None,
     ) -> None:
-        """`client_class` is for drop-ins of `MooncakeDistributedStore`; by default Mooncake's own."""
+        """`module` is for drop-ins of `mooncake.store`; by default Mooncake's own."""
         self._settings = settings
         self._pool = pool or PoolSettings()
-        self._client_class = client_class
+        self._module = module
         self._client: Any = None
+        self._placement: Any = None
 
     def connect(self) -> None:
         """Reach the master and give it this process's memory.
@@ -85,8 +85,9 @@ class MooncakeStore:
         Raises `StoreSetupError` within `setup_timeout_s`; Mooncake's own set-up tries for 90 s.
         """
         settings, limit = self._settings, self._pool.setup_timeout_s
-        client = (self._client_class or import_client_class())()
-        if self._client_class is None:
+        module = self._module or import_mooncake()
+        client = module.MooncakeDistributedStore()
+        if self._module is None:
             self._probe_master(limit)
         outcome: list[int] = []
         arguments = (
@@ -109,6 +110,10 @@ class MooncakeStore:
                 "Mooncake has the protocol, and that the machine has the memory"
             )
         self._client = client
+        self._placement = module.ReplicateConfig()
+        self._placement.prefer_alloc_in_same_node = settings.prefer_alloc_in_same_node
+        if settings.preferred_segment and settings.global_segment_size:
+            self._placement.preferred_segment = client.get_hostname()
 
     def _probe_master(self, limit: float) -> None:
         host, _, port = self._settings.master_server_address.rpartition(":")
@@ -138,7 +143,7 @@ class MooncakeStore:
         client, keys = self._open(), list(keys)
         statuses: list[Status] = []
         for part in self._batches(keys, sizes):
-            answers = client.batch_put_from_multi_buffers(keys[part], addresses[part], sizes[part])
+            answers = client.batch_put_from_multi_buffers(keys[part], addresses[part], sizes[part], self._placement)
             statuses += _per_key(answers, keys[part], lambda answer, _: _status(answer))
         return statuses
 
