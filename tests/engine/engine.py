@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -84,10 +85,13 @@ def transfer_config(spec: EngineSpec) -> dict[str, Any]:
     }
 
 
-def serve(connection: Connection, spec: EngineSpec) -> None:
-    """The engine's process."""
+def serve(connection: Connection, spec: EngineSpec, log: str) -> None:
+    """The engine's process; what it and its libraries print goes to `log`."""
     # A group of its own, so that its children can be ended with it.
     os.setpgrp()
+    with open(log, "wb", buffering=0) as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
     try:
         for patch in spec.patches:
             module, _, function = patch.partition(":")
@@ -138,7 +142,8 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         """Start it. Raises `EngineError` when it does not start within the limit."""
         self._connection, other = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=serve, args=(other, spec))
+        self._log = Path(tempfile.mkstemp(prefix="kvpool-engine-", suffix=".log")[1])
+        self._process = multiprocessing.get_context("spawn").Process(target=serve, args=(other, spec, str(self._log)))
         before = {name: os.environ.get(name) for name in environment(spec)}
         os.environ.update(environment(spec))
         try:
@@ -166,13 +171,17 @@ class Engine:
         deadline = time.monotonic() + limit_s
         while not self._connection.poll(0.2):
             if time.monotonic() > deadline:
-                raise EngineError(f"the engine did not {what} within {limit_s:g} s")
+                raise EngineError(f"the engine did not {what} within {limit_s:g} s; it printed:\n{self._printed()}")
             if not self._process.is_alive() and not self._connection.poll():
-                raise EngineError(f"the engine ended with {self._process.exitcode} instead of: {what}")
+                code = self._process.exitcode
+                raise EngineError(f"the engine ended with {code} instead of: {what}; it printed:\n{self._printed()}")
         done, value = self._connection.recv()
         if not done:
             raise EngineError(value)
         return value
+
+    def _printed(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
 
     def close(self) -> None:
         """Shut down as a user would, which stores what is queued."""
@@ -188,6 +197,7 @@ class Engine:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join(10)
         self._connection.close()
+        self._log.unlink(missing_ok=True)
 
 
 @contextmanager

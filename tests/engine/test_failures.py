@@ -35,9 +35,10 @@ def test_a9_lost_blocks_are_computed_instead(spec: Spec, baseline: Baseline, kin
 
 def test_a6_recycled_blocks_under_load(spec: Spec, models: Callable[[str], Path]) -> None:
     prompts = [[(i * 11 + j * (i + 3)) % 250 for j in range(100 + 13 * (i % 7))] for i in range(48)]
-    with engine(EngineSpec(models("gqa"), BLOCK_SIZE["gqa"])) as plain:
+    short = {"max_model_len": 512}
+    with engine(EngineSpec(models("gqa"), BLOCK_SIZE["gqa"], arguments=short)) as plain:
         expected = tokens(plain.generate(prompts, max_tokens=40))
-    made = spec("gqa", "recycled", {"save_decode_cache": True}, num_blocks=64)
+    made = spec("gqa", "recycled", {"save_decode_cache": True}, num_blocks=64, arguments=short)
     for _ in range(2):
         with engine(made) as running:
             assert tokens(running.generate(prompts, max_tokens=40)) == expected
