@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,13 +41,15 @@ def free_port() -> int:
 class RealMaster:
     """A `mooncake_master` process and one that gives it memory; both can be killed, stopped and started again."""
 
-    def __init__(self, segment_bytes: int, lease_s: float = LEASE_S, client_ttl_s: int = 10) -> None:
+    def __init__(self, segment_bytes: int, lease_s: float = LEASE_S, flags: Mapping[str, object] | None = None) -> None:
+        """`flags`: further flags of `mooncake_master`, by name."""
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._flags = [
             *("--rpc_address", "127.0.0.1", "--rpc_port", str(self.port)),
             *("--metrics_host", "127.0.0.1", "--metrics_port", str(free_port())),
-            *("--default_kv_lease_ttl", str(int(lease_s * 1000)), "--client_ttl", str(client_ttl_s)),
+            *("--default_kv_lease_ttl", str(int(lease_s * 1000))),
+            *(word for name, value in (flags or {}).items() for word in (f"--{name}", str(value))),
         ]
         self._segment_bytes = segment_bytes
         self.process: subprocess.Popen[str] | None = None

@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Markers and places for results."""
     config.addinivalue_line("markers", f"{MARK}(target): a conformance test of one target")
+    config.addinivalue_line("markers", "claim(id, text): a claim about a store, tested on every target")
     config.stash[TOTALS] = {}
     config.stash[NOT_RUN] = {}
 

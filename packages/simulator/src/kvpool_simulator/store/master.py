@@ -106,12 +106,14 @@ class Master:
             self._segments[name] = _Segment(name, client, path, Space(capacity))
 
     def unmount(self, client: int) -> None:
-        """A client leaves: its segment and all that lies in it are gone."""
+        """A client leaves: its segment and all that lies in it alone are gone."""
         with self._lock:
             for name in [s.name for s in self._segments.values() if s.client == client]:
                 segment = self._segments.pop(name)
-                for key in [k for k, o in self._objects.items() if any(place[0] is segment for place in o.places)]:
-                    self._drop(key)
+                for key, found in list(self._objects.items()):
+                    found.places = [place for place in found.places if place[0] is not segment]
+                    if not found.places:
+                        del self._objects[key]
 
     def lose_owner(self, client: int) -> None:
         """A client dies: until the master notices, its objects are listed but cannot be moved."""

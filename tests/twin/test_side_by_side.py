@@ -1,0 +1,161 @@
+"""Both stores driven by the same operations at random: every code and every byte is compared after each step.
+
+Needs real Mooncake. `KVPOOL_SEQUENCES` sets the number of sequences (default 8; CI 50 with `nox -s twin`).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from kvpool_conformance.plugin import MARK
+from tests.twin.world import LEASE_S, SEGMENT_BYTES, Memory, World, holding, real_world, simulated_world
+
+SEQUENCES = int(os.environ.get("KVPOOL_SEQUENCES", "8"))
+clients = st.sampled_from(["a", "b"])
+NAMES = 4
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Any:
+    """The simulated world and the real one, each with memory and two clients."""
+    with ExitStack() as stack:
+        pair = [stack.enter_context(simulated_world()), stack.enter_context(real_world())]
+        for world in pair:
+            world.client(SEGMENT_BYTES)
+            world.a, world.b = world.client(), world.client()  # type: ignore[attr-defined]
+        yield pair
+
+
+def machine(worlds: list[World]) -> type[RuleBasedStateMachine]:
+    """A state machine over two worlds."""
+
+    class SideBySide(RuleBasedStateMachine):
+        keys = Bundle("keys")
+
+        @initialize(target=keys)
+        def begin(self) -> Any:
+            self.stem = worlds[0].key()
+            self.opened: set[tuple[str, str]] = set()
+            return f"{self.stem}-0"
+
+        def both(self, act: Any) -> Any:
+            """Do it in both worlds; the results must be equal."""
+            found = [act(world) for world in worlds]
+            assert found[0] == found[1], f"simulator {found[0]!r}, mooncake {found[1]!r}"
+            return found[0]
+
+        @rule(target=keys, number=st.integers(1, NAMES))
+        def name(self, number: int) -> str:
+            return f"{self.stem}-{number}"
+
+        @rule(client=clients, key=keys, value=st.binary(min_size=1, max_size=64), cut=st.integers(0, 63))
+        def put(self, client: str, key: str, value: bytes, cut: int) -> None:
+            def act(world: Any) -> Any:
+                source = holding(value)
+                at = min(cut, len(value))
+                pieces = [[source.address, source.address + at]], [[at, len(value) - at]]
+                return getattr(world, client).batch_put_from_multi_buffers([key], *pieces)
+
+            self.both(act)
+
+        @rule(client=clients, some=st.lists(keys, min_size=1, max_size=3), size=st.integers(1, 64))
+        def get(self, client: str, some: list[str], size: int) -> None:
+            def act(world: Any) -> Any:
+                targets = [Memory(size) for _ in some]
+                rows = [[t.address] for t in targets], [[size] for _ in some]
+                codes = getattr(world, client).batch_get_into_multi_buffers(some, *rows)
+                # After a failure the destination is dirty, so its bytes are nobody's promise.
+                return [(c, t.value if c >= 0 else b"") for c, t in zip(codes, targets, strict=True)]
+
+            self.both(act)
+
+        @rule(client=clients, key=keys)
+        def get_exact(self, client: str, key: str) -> None:
+            size = self.both(lambda world: getattr(world, client).get_size(key))
+            if size > 0:
+                self.get_sized(client, key, size)
+
+        def get_sized(self, client: str, key: str, size: int) -> None:
+            def act(world: Any) -> Any:
+                target = Memory(size)
+                codes = getattr(world, client).batch_get_into_multi_buffers([key], [[target.address]], [[size]])
+                return codes, target.value
+
+            self.both(act)
+
+        @rule(client=clients, some=st.lists(keys, max_size=4))
+        def exist(self, client: str, some: list[str]) -> None:
+            self.both(lambda world: getattr(world, client).batch_is_exist(some))
+
+        @rule(client=clients, some=st.lists(keys, max_size=3), force=st.booleans())
+        def remove(self, client: str, some: list[str], force: bool) -> None:
+            self.both(lambda world: getattr(world, client).batch_remove(some, force))
+
+        @rule(client=clients, key=keys, size=st.integers(0, 32))
+        def session_start(self, client: str, key: str, size: int) -> None:
+            self.both(lambda world: getattr(world, client).batch_put_session_start([key], [size]))
+
+        @rule(client=clients, key=keys, offset=st.integers(0, 32), value=st.binary(min_size=1, max_size=32))
+        def session_range(self, client: str, key: str, offset: int, value: bytes) -> None:
+            def act(world: Any) -> Any:
+                source = holding(value)
+                rows = [[source.address]], [[len(value)]], [[offset]]
+                return getattr(world, client).batch_put_from_multi_buffer_ranges([key], *rows)
+
+            self.both(act)
+
+        @rule(client=clients, key=keys)
+        def session_revoke(self, client: str, key: str) -> None:
+            self.both(lambda world: getattr(world, client).batch_put_session_revoke([key]))
+
+        @rule(client=clients, key=keys, size=st.integers(1, 32))
+        def session_whole(self, client: str, key: str, size: int) -> None:
+            """Start, write all, end: what a careful writer does."""
+
+            def act(world: Any) -> Any:
+                store, source = getattr(world, client), holding(bytes(range(size)))
+                codes = [store.batch_put_session_start([key], [size])]
+                if codes[0] == [0]:
+                    codes.append(store.batch_put_from_multi_buffer_ranges([key], [[source.address]], [[size]], [[0]]))
+                    codes.append(store.batch_put_session_end([key]))
+                return codes
+
+            self.both(act)
+
+        @rule()
+        def leases_end(self) -> None:
+            for world in worlds:
+                world.advance(LEASE_S * 1.2)
+
+        def teardown(self) -> None:
+            for world in worlds:
+                for client in (world.a, world.b):  # type: ignore[attr-defined]
+                    keys = [f"{self.stem}-{i}" for i in range(NAMES + 1)]
+                    client.batch_put_session_revoke(keys)
+                    client.batch_remove(keys, True)
+
+    return SideBySide
+
+
+@getattr(pytest.mark, MARK)("mooncake")
+@pytest.mark.timeout(3000)
+def test_the_twin_answers_as_the_real_store_does(worlds: list[World], request: pytest.FixtureRequest) -> None:
+    if "mooncake" not in request.config.getoption("--kvpool-target"):
+        pytest.skip("not asked for: needs --kvpool-target mooncake")
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        lambda: machine(worlds)(),
+        settings=settings(
+            max_examples=SEQUENCES,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
+    )
