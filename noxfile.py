@@ -152,7 +152,9 @@ def conformance(session: nox.Session) -> None:
         targets.remove("mooncake")
     options = [option for target in targets for option in ("--kvpool-target", target)]
     options += ["--kvpool-if-there", "npu"] if not asked.target else []
-    DEV.run(session, "pytest", "-n", "auto", "tests/conformance", *options, *rest)
+    # One test runs for minutes against the real store; the others go round it.
+    parallel = ("-n", "auto", "--dist", "worksteal")
+    DEV.run(session, "pytest", *parallel, "tests/conformance", "tests/twin", *options, *rest)
 
 
 @nox.session(venv_backend="none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import re
@@ -81,3 +82,17 @@ def test_every_setting_is_documented(record: type[PoolSettings] | type[StoreSett
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     missing = [name for name in record.model_fields if f"| `{name}` |" not in text]
     assert not missing
+
+
+def test_every_claim_is_in_the_table() -> None:
+    module = ast.parse((ROOT / "tests/twin/test_claims.py").read_text(encoding="utf-8"))
+    claims = {
+        tuple(ast.literal_eval(argument) for argument in decorator.args)
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call)
+    }
+    assert len(claims) >= 50
+    text = (ROOT / "docs/mooncake-semantics.md").read_text(encoding="utf-8")
+    assert [claim for claim in claims if f"| `{claim[0]}` | {claim[1]} |" not in text] == []

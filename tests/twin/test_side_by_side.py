@@ -1,6 +1,6 @@
 """Both stores driven by the same operations at random: every code and every byte is compared after each step.
 
-Needs real Mooncake. `KVPOOL_SEQUENCES` sets the number of sequences (default 8; CI 50 with `nox -s twin`).
+Needs real Mooncake. `KVPOOL_SEQUENCES` sets the number of sequences of 40 steps: 8 by default, 50 in CI.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvpool_conformance.plugin import MARK
+from kvpool_simulator.store.master import Master
 from tests.twin.world import LEASE_S, SEGMENT_BYTES, Memory, World, holding, real_world, simulated_world
 
 SEQUENCES = int(os.environ.get("KVPOOL_SEQUENCES", "8"))
@@ -144,18 +145,53 @@ def machine(worlds: list[World]) -> type[RuleBasedStateMachine]:
     return SideBySide
 
 
-@getattr(pytest.mark, MARK)("mooncake")
-@pytest.mark.timeout(3000)
-def test_the_twin_answers_as_the_real_store_does(worlds: list[World], request: pytest.FixtureRequest) -> None:
-    if "mooncake" not in request.config.getoption("--kvpool-target"):
-        pytest.skip("not asked for: needs --kvpool-target mooncake")
+def compare(worlds: list[World], sequences: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
+    """Run sequences of 40 steps; the first difference is an error that says how to replay it."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: machine(worlds)(),
+        machine(worlds),
         settings=settings(
-            max_examples=SEQUENCES,
+            max_examples=sequences,
             stateful_step_count=40,
             deadline=None,
+            phases=phases,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
             print_blob=True,
         ),
     )
+
+
+def asked_for(request: pytest.FixtureRequest) -> None:
+    """Skip, counted, unless real Mooncake was asked for."""
+    if "mooncake" not in request.config.getoption("--kvpool-target"):
+        pytest.skip("not asked for: needs --kvpool-target mooncake")
+
+
+@getattr(pytest.mark, MARK)("mooncake")
+@pytest.mark.timeout(3000)
+def test_the_twin_answers_as_the_real_store_does(request: pytest.FixtureRequest) -> None:
+    asked_for(request)
+    compare(request.getfixturevalue("worlds"), SEQUENCES)
+
+
+@getattr(pytest.mark, MARK)("mooncake")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mistake", ["no lease for exist", "replaces what exists", "end of a session not visible"])
+def test_a_planted_difference_is_found(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    asked_for(request)
+    worlds = request.getfixturevalue("worlds")
+    right_start = Master.put_start
+    plants = {
+        "no lease for exist": ("exist", lambda self, key: int(self.peek(key).code == 0)),
+        "replaces what exists": (
+            "put_start",
+            lambda self, key, *rest: (self.remove(key, True), right_start(self, key, *rest))[1],
+        ),
+        "end of a session not visible": ("put_end", lambda self, key, client: 0),
+    }
+    monkeypatch.setattr(Master, *plants[mistake])
+    with pytest.raises(AssertionError, match="simulator"):
+        # Shrinking would sleep through hundreds of leases.
+        compare(worlds, 50, (Phase.generate,))

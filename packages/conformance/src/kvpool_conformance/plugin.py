@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 MARK = "kvpool_conformance"
+CLAIM = "claim"
 TOTALS = pytest.StashKey[dict[str, Counter[str]]]()
 NOT_RUN = pytest.StashKey[dict[str, str]]()
 
@@ -40,9 +42,11 @@ def not_run(config: pytest.Config, target: str, reason: str) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Carry an item's target to the process that counts."""
+    """Carry an item's target and claim to the process that counts."""
     for mark in item.iter_markers(MARK):
         item.user_properties.append((MARK, mark.args[0]))
+    for mark in item.iter_markers(CLAIM):
+        item.user_properties.append((CLAIM, [*mark.args, item.nodeid.split("[")[0]]))
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -59,8 +63,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         )
     for target, reason in config.stash[NOT_RUN].items():
         terminalreporter.write_line(f"{target}: not run ({reason})")
+    claims = claim_results(terminalreporter)
+    targets = sorted({target for claim in claims.values() for target in claim["results"]})
+    if claims and len(targets) > 1:
+        held = sum(all(claim["results"].get(t) == "passed" for t in targets) for claim in claims.values())
+        terminalreporter.write_line(f"claims equal on {' and '.join(targets)}: {held} of {len(claims)}")
     if path := config.getoption("--kvpool-report"):
-        report = {"targets": totals, "not_run": config.stash[NOT_RUN]}
+        report = {"targets": totals, "not_run": config.stash[NOT_RUN], "claims": claims}
         Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
@@ -74,6 +83,19 @@ def count(reporter: pytest.TerminalReporter) -> dict[str, Counter[str]]:
                 kind = {"error": "failed"}.get(outcome, outcome)
                 totals.setdefault(str(target), Counter())[kind] += 1
     return totals
+
+
+def claim_results(reporter: pytest.TerminalReporter) -> dict[str, dict[str, Any]]:
+    """By claim: its text, its test, and the outcome on each target."""
+    claims: dict[str, dict[str, Any]] = {}
+    for outcome, reports in reporter.stats.items():
+        for report in reports:
+            properties = dict(getattr(report, "user_properties", ()))
+            if CLAIM in properties and MARK in properties:
+                name, text, test = properties[CLAIM]
+                claim = claims.setdefault(name, {"text": text, "test": test, "results": {}})
+                claim["results"][properties[MARK]] = outcome
+    return claims
 
 
 @pytest.hookimpl(trylast=True)
