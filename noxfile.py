@@ -146,7 +146,7 @@ def conformance(session: nox.Session) -> None:
     targets = asked.target or ["simulator", "mooncake"]
     missing = DEV.mooncake_missing(session) if "mooncake" in targets else ""
     if missing and (asked.target or os.environ.get("KVPOOL_REQUIRE_MOONCAKE")):
-        session.error(f"conformance on real Mooncake cannot run ({missing}). Install: {INSTALL_LINE}")
+        session.error(f"conformance on real Mooncake needs `{INSTALL_LINE}` ({missing})")
     if missing:
         session.warn(f"conformance on real Mooncake: not run ({missing}). To have it: {INSTALL_LINE}")
         targets.remove("mooncake")
@@ -162,7 +162,7 @@ def engine(session: nox.Session) -> None:
     """The real vLLM engine on a CPU with real Mooncake."""
     missing = ENGINE.mooncake_missing(session)
     if missing:
-        session.error(f"the engine tests need real Mooncake ({missing}). Install: {INSTALL_LINE}")
+        session.error(f"the engine tests need real Mooncake: `{INSTALL_LINE}` ({missing})")
     ENGINE.run(session, "pytest", "tests/engine", "--timeout", "600", *session.posargs)
 
 
