@@ -63,7 +63,9 @@ class Environment:
         session.run(sys.executable, "-m", "virtualenv", "-q", "--clear", str(self.location), external=True)
         for step in self.steps:
             session.run(str(self.bin / "python"), "-m", "pip", "-q", *step, external=True)
-        session.run(str(self.bin / "python"), "ci/check_pins.py", self.constraints, external=True)
+        if os.environ.get("CI"):
+            # Elsewhere a registry may give another build of torch, with other companions.
+            session.run(str(self.bin / "python"), "ci/check_pins.py", self.constraints, external=True)
         stamp.write_text(self.stamp, encoding="utf-8")
 
     def run(self, session: nox.Session, command: str, *arguments: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,21 +24,27 @@ from vllm.v1.request import RequestStatus
 
 from kvpool_connector.config import PoolSettings, StoreSettings
 from kvpool_connector.contract.clock import MonotonicClock
-from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.device import Device
 from kvpool_connector.contract.errors import ConfigError
-from kvpool_connector.contract.keys import tag_of
 from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
-from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.contract.topology import Rank
+from kvpool_connector.engine import (
+    groups_of,
+    hash_block_size_of,
+    model_of,
+    rule_of,
+    scheduled_of,
+    tables_of,
+    topology_of,
+    view_of,
+)
 from kvpool_connector.host import HostDevice
 from kvpool_connector.lookup import Lookup, StoreLookup
 from kvpool_connector.lookup_socket import SocketLookup, socket_path
 from kvpool_connector.metadata import LoadReport, StepMetadata
 from kvpool_connector.mooncake import MooncakeStore
 from kvpool_connector.outage import Outage
-from kvpool_connector.registration import GroupSpec
-from kvpool_connector.scheduler import PoolScheduler, ScheduledRequest
-from kvpool_connector.tracker import GroupRule, RequestView
+from kvpool_connector.scheduler import PoolScheduler
 from kvpool_connector.worker import PoolWorker
 
 if TYPE_CHECKING:
@@ -48,7 +53,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -144,7 +149,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _make_worker(self, store_settings: StoreSettings) -> PoolWorker:
         store = MooncakeStore(store_settings, self._settings)
-        device = device_of(self._vllm_config)
+        device = this_device()
         store.connect()
         model = model_of(self._vllm_config, self._settings)
         rank = this_rank()
@@ -210,17 +215,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `kvpool_connector.worker.PoolWorker.register`."""
-        order = order_of(self._vllm_config)
-        groups = [
-            GroupSpec(
-                layer_names=tuple(name for name in group.layer_names if name in kv_caches),
-                block_size=group.kv_cache_spec.block_size,
-                num_blocks=self._cache_config.num_blocks,
-                order=order,
-                kind="latent" if "MLA" in type(group.kv_cache_spec).__name__ else "attention",
-            )
-            for group in self._cache_config.kv_cache_groups
-        ]
+        groups = groups_of(self._vllm_config, self._cache_config, kv_caches, order_of_axes())
         self._announced = self._workers().register(kv_caches, groups)
 
     def get_handshake_metadata(self) -> PoolHandshake | None:
@@ -303,8 +298,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See `kvpool_connector.scheduler.PoolScheduler.allocated`."""
-        tables = [[None if block.is_null else block.block_id for block in group] for group in blocks.blocks]
-        self._schedulers().allocated(view_of(request), tables, num_external_tokens)
+        self._schedulers().allocated(view_of(request), tables_of(blocks), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PoolMetadata:
         """See `kvpool_connector.scheduler.PoolScheduler.build_step`."""
@@ -378,19 +372,6 @@ def register() -> None:
         KVConnectorFactory.register_connector(name, "kvpool_connector.vllm", name)
 
 
-def topology_of(config: VllmConfig) -> Topology:
-    """The engine's parallel shape. A latent cache counts one KV head."""
-    parallel, model = config.parallel_config, config.model_config
-    return Topology(
-        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        tp_size=parallel.tensor_parallel_size,
-        pp_size=parallel.pipeline_parallel_size,
-        pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
-        dcp_size=getattr(parallel, "decode_context_parallel_size", 1),
-        cp_interleave=getattr(parallel, "cp_kv_cache_interleave_size", None) or 1,
-    )
-
-
 def this_rank() -> Rank:
     """This worker's coordinates."""
     from vllm.distributed import parallel_state
@@ -403,19 +384,7 @@ def this_rank() -> Rank:
     )
 
 
-def model_of(config: VllmConfig, settings: PoolSettings) -> ModelIdentity:
-    """Which weights, computed how."""
-    model = config.model_config
-    return ModelIdentity(
-        name=settings.model_id or model.model,
-        revision=model.revision or "",
-        compute_dtype=str(model.dtype).removeprefix("torch."),
-        quantization=str(model.quantization or ""),
-        cache_dtype=str(config.cache_config.cache_dtype),
-    )
-
-
-def device_of(config: VllmConfig) -> Device:
+def this_device() -> Device:
     """The device that holds the KV cache. Raises `ConfigError` for one that the pool does not know."""
     from vllm.platforms import current_platform
 
@@ -431,64 +400,11 @@ def device_of(config: VllmConfig) -> Device:
     raise ConfigError(f"device type {kind!r} is not supported; expected 'npu' or 'cpu'")
 
 
-def order_of(config: VllmConfig) -> str:
+def order_of_axes() -> str:
     """Meaning of a page's axes: vLLM on a CPU has heads first, vLLM-Ascend tokens first."""
     from vllm.platforms import current_platform
 
     return "HND" if current_platform.device_type == "cpu" else "NHD"
-
-
-def rule_of(spec: KVCacheSpec, topology: Topology) -> GroupRule:
-    """A group's rule of hits. Raises `ConfigError` for a kind of cache that is not supported."""
-    name = type(spec).__name__
-    if "Mamba" in name:
-        raise ConfigError(f"KV cache groups of {name} are not supported (yet); serve this model without the pool")
-    window = None
-    if "SlidingWindow" in name:
-        window = spec.sliding_window - 1
-    elif "ChunkedLocal" in name:
-        window = spec.attention_chunk_size
-    return GroupRule(spec.block_size * topology.cp_size, window)
-
-
-def hash_block_size_of(config: VllmConfig, cache_config: KVCacheConfig, topology: Topology) -> int:
-    """Tokens that one of the engine's block hashes covers."""
-    resolved = getattr(cache_config, "hash_block_size", None)
-    return int(resolved or config.cache_config.block_size * topology.cp_size)
-
-
-def view_of(request: Request) -> RequestView:
-    """A request as the scheduler side sees it."""
-    lora = request.lora_request
-    return RequestView(
-        request_id=request.request_id,
-        num_tokens=request.num_tokens,
-        num_prompt_tokens=request.num_prompt_tokens,
-        block_hashes=request.block_hashes,
-        tag=tag_of(lora.lora_name if lora else None, request.cache_salt),
-        poolable=request.prompt_embeds is None and request.pooling_params is None,
-    )
-
-
-def scheduled_of(output: SchedulerOutput) -> Iterable[ScheduledRequest]:
-    """The step's requests."""
-    for new in output.scheduled_new_reqs:
-        num_scheduled = output.num_scheduled_tokens[new.req_id]
-        yield ScheduledRequest(new.req_id, _held(new.block_ids), True, new.num_computed_tokens, num_scheduled)
-    cached = output.scheduled_cached_reqs
-    for i, request_id in enumerate(cached.req_ids):
-        yield ScheduledRequest(
-            request_id,
-            _held(cached.new_block_ids[i]),
-            request_id in cached.resumed_req_ids,
-            cached.num_computed_tokens[i],
-            output.num_scheduled_tokens[request_id],
-        )
-
-
-def _held(tables: tuple[list[int], ...] | None) -> list[list[int | None]] | None:
-    """Block 0 is vLLM's null block: no block is held there."""
-    return None if tables is None else [[block_id or None for block_id in table] for table in tables]
 
 
 __all__ = ["AscendStoreConnector", "KVPoolConnector", "register"]

@@ -1,0 +1,116 @@
+"""Reads what the connector must know out of vLLM's objects, by attribute: nothing of vLLM is imported here.
+
+The names are checked against vLLM 0.14.1, 0.23.0 and 0.32.0 (`tests/vllm_versions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvpool_connector.config import PoolSettings
+from kvpool_connector.contract.descriptor import ModelIdentity
+from kvpool_connector.contract.errors import ConfigError
+from kvpool_connector.contract.keys import tag_of
+from kvpool_connector.contract.topology import Topology
+from kvpool_connector.registration import GroupSpec
+from kvpool_connector.scheduler import ScheduledRequest
+from kvpool_connector.tracker import GroupRule, RequestView
+
+
+def topology_of(config: Any) -> Topology:
+    """The engine's parallel shape. A latent cache counts one KV head."""
+    parallel, model = config.parallel_config, config.model_config
+    return Topology(
+        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
+        dcp_size=getattr(parallel, "decode_context_parallel_size", 1),
+        cp_interleave=getattr(parallel, "cp_kv_cache_interleave_size", None) or 1,
+    )
+
+
+def model_of(config: Any, settings: PoolSettings) -> ModelIdentity:
+    """Which weights, computed how."""
+    model = config.model_config
+    return ModelIdentity(
+        name=settings.model_id or model.model,
+        revision=model.revision or "",
+        compute_dtype=str(model.dtype).removeprefix("torch."),
+        quantization=str(model.quantization or ""),
+        cache_dtype=str(config.cache_config.cache_dtype),
+    )
+
+
+def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], order: str) -> list[GroupSpec]:
+    """The KV cache groups as far as this rank registered them."""
+    return [
+        GroupSpec(
+            layer_names=tuple(name for name in group.layer_names if name in kv_caches),
+            block_size=group.kv_cache_spec.block_size,
+            num_blocks=cache_config.num_blocks,
+            order=order,
+            # It names the components, and nothing else.
+            kind="latent" if config.model_config.use_mla else "attention",
+        )
+        for group in cache_config.kv_cache_groups
+    ]
+
+
+def rule_of(spec: Any, topology: Topology) -> GroupRule:
+    """A group's rule of hits. Raises `ConfigError` for a kind of cache that is not supported."""
+    name = type(spec).__name__
+    if "Mamba" in name:
+        raise ConfigError(f"KV cache groups of {name} are not supported (yet); serve this model without the pool")
+    window = None
+    if "SlidingWindow" in name:
+        window = spec.sliding_window - 1
+    elif "ChunkedLocal" in name:
+        window = spec.attention_chunk_size
+    return GroupRule(spec.block_size * topology.cp_size, window)
+
+
+def hash_block_size_of(config: Any, cache_config: Any, topology: Topology) -> int:
+    """Tokens that one of the engine's block hashes covers."""
+    resolved = getattr(cache_config, "hash_block_size", None)
+    return int(resolved or config.cache_config.block_size * topology.cp_size)
+
+
+def view_of(request: Any) -> RequestView:
+    """A request as the scheduler side sees it."""
+    lora = request.lora_request
+    return RequestView(
+        request_id=request.request_id,
+        num_tokens=request.num_tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
+        block_hashes=request.block_hashes,
+        tag=tag_of(lora.lora_name if lora else None, request.cache_salt),
+        poolable=request.prompt_embeds is None and request.pooling_params is None,
+    )
+
+
+def scheduled_of(output: Any) -> Iterator[ScheduledRequest]:
+    """The step's requests."""
+    for new in output.scheduled_new_reqs:
+        num_scheduled = output.num_scheduled_tokens[new.req_id]
+        yield ScheduledRequest(new.req_id, _held(new.block_ids), True, new.num_computed_tokens, num_scheduled)
+    cached = output.scheduled_cached_reqs
+    for i, request_id in enumerate(cached.req_ids):
+        yield ScheduledRequest(
+            request_id,
+            _held(cached.new_block_ids[i]),
+            request_id in cached.resumed_req_ids,
+            cached.num_computed_tokens[i],
+            output.num_scheduled_tokens[request_id],
+        )
+
+
+def _held(tables: Sequence[Sequence[int]] | None) -> list[list[int | None]] | None:
+    """Block 0 is vLLM's null block: no block is held there."""
+    return None if tables is None else [[block_id or None for block_id in table] for table in tables]
+
+
+def tables_of(blocks: Any) -> list[list[int | None]]:
+    """A request's block ids by group, as the engine's manager hands them to connectors."""
+    return [[None if block.is_null else block.block_id for block in group] for group in blocks.blocks]

@@ -1,0 +1,130 @@
+"""What is read out of vLLM's objects, with stand-ins that have only the attributes that are read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Thing
+from typing import Any
+
+import pytest
+
+from kvpool_connector.config import PoolSettings
+from kvpool_connector.contract.errors import ConfigError, TopologyError
+from kvpool_connector.contract.keys import tag_of
+from kvpool_connector.contract.topology import Topology
+from kvpool_connector.engine import (
+    groups_of,
+    hash_block_size_of,
+    model_of,
+    rule_of,
+    scheduled_of,
+    tables_of,
+    topology_of,
+    view_of,
+)
+
+
+def config(**parallel: int) -> Any:
+    """A vLLM configuration: eight KV heads, not latent."""
+    return Thing(
+        parallel_config=Thing(**{"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}),
+        model_config=Thing(
+            use_mla=False,
+            get_total_num_kv_heads=lambda: 8,
+            model="org/model",
+            revision=None,
+            dtype="torch.bfloat16",
+            quantization="ascend",
+        ),
+        cache_config=Thing(cache_dtype="auto", block_size=128),
+    )
+
+
+def test_topology() -> None:
+    found = topology_of(
+        config(tensor_parallel_size=16, decode_context_parallel_size=2, cp_kv_cache_interleave_size=128)
+    )
+    assert found == Topology(8, 16, dcp_size=2, cp_interleave=128)
+    latent = config(tensor_parallel_size=16, prefill_context_parallel_size=2)
+    latent.model_config.use_mla = True
+    assert topology_of(latent) == Topology(1, 16, pcp_size=2)
+    with pytest.raises(TopologyError, match="do not divide one another"):
+        topology_of(config(tensor_parallel_size=3))
+
+
+def test_the_model_is_its_path_unless_it_has_a_name() -> None:
+    found = model_of(config(), PoolSettings())
+    assert (found.name, found.compute_dtype, found.quantization) == ("org/model", "bfloat16", "ascend")
+    assert model_of(config(), PoolSettings(model_id="m")).name == "m"
+
+
+class SlidingWindowSpec(Thing):
+    """Told by its name, as vLLM's is."""
+
+
+class MambaSpec(Thing):
+    """Not supported."""
+
+
+class FullAttentionSpec(Thing):
+    """The common one."""
+
+
+def test_rules() -> None:
+    topology = Topology(1, 4, pcp_size=2, dcp_size=2)
+    assert rule_of(FullAttentionSpec(block_size=128, sliding_window=None), topology).block_size == 512
+    assert rule_of(SlidingWindowSpec(block_size=16, sliding_window=64), Topology(1)).window == 63
+    with pytest.raises(ConfigError, match="serve this model without the pool"):
+        rule_of(MambaSpec(block_size=16), topology)
+
+
+def test_hash_block_size() -> None:
+    assert hash_block_size_of(config(), Thing(hash_block_size=16), Topology(1)) == 16
+    assert hash_block_size_of(config(), Thing(), Topology(1, 2, dcp_size=2)) == 256
+
+
+def test_b5_adapters_and_salts_become_typed_tags() -> None:
+    request = Thing(
+        request_id="r",
+        num_tokens=10,
+        num_prompt_tokens=9,
+        block_hashes=[],
+        lora_request=Thing(lora_name="X"),
+        cache_salt=None,
+        prompt_embeds=None,
+        pooling_params=None,
+    )
+    assert view_of(request).tag == tag_of(lora="X")
+    request.lora_request, request.cache_salt = None, "X"
+    assert view_of(request).tag == tag_of(salt="X") != tag_of(lora="X")
+    assert view_of(request).poolable
+    for field in ("prompt_embeds", "pooling_params"):
+        assert not view_of(Thing(**{**vars(request), field: object()})).poolable
+
+
+def test_a_steps_requests() -> None:
+    output = Thing(
+        scheduled_new_reqs=[Thing(req_id="new", block_ids=([1, 2], [0, 3]), num_computed_tokens=16)],
+        scheduled_cached_reqs=Thing(
+            req_ids=["old", "resumed"],
+            resumed_req_ids={"resumed"},
+            new_block_ids=[None, ([4],)],
+            num_computed_tokens=[20, 0],
+        ),
+        num_scheduled_tokens={"new": 5, "old": 1, "resumed": 7},
+    )
+    new, old, resumed = scheduled_of(output)
+    assert (new.block_ids, new.replaces, new.num_scheduled_tokens) == ([[1, 2], [None, 3]], True, 5)
+    assert (old.block_ids, old.replaces, old.num_computed_tokens) == (None, False, 20)
+    assert (resumed.block_ids, resumed.replaces) == ([[4]], True)
+
+
+def test_null_blocks_are_no_blocks() -> None:
+    blocks = Thing(blocks=([Thing(is_null=True, block_id=0), Thing(is_null=False, block_id=5)],))
+    assert tables_of(blocks) == [[None, 5]]
+
+
+def test_layers_of_other_stages_are_left_out() -> None:
+    spec = FullAttentionSpec(block_size=16)
+    cache = Thing(num_blocks=4, kv_cache_groups=[Thing(layer_names=["a", "b"], kv_cache_spec=spec)])
+    (group,) = groups_of(config(), cache, {"b": object()}, "HND")
+    assert (group.layer_names, group.num_blocks, group.order, group.kind) == (("b",), 4, "HND", "attention")
