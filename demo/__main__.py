@@ -97,8 +97,8 @@ def main() -> int:
             saving = ask(pooled, questions, progress, "engine 1 computes and saves")
             loading = ask(pooled, questions, progress, "engine 2 loads")
     table = Table(title=f"Two engines, one pool ({kind})")
-    for name in ("prompt", "tokens", "from the pool", "identical", "first token without", "with", "faster"):
-        table.add_column(name, justify="left" if name == "prompt" else "right")
+    for name in ("prompt", "tokens", "pool", "same", "first token", "with pool", "faster"):
+        table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=name == "prompt")
     good = True
     for name, prompt in questions.items():
         hit = loading[name].num_cached_tokens
@@ -106,7 +106,7 @@ def main() -> int:
         good &= identical and hit == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         before, after = without[name].first_token_s, loading[name].first_token_s
         table.add_row(
-            name,
+            Path(name).name,
             str(len(prompt)),
             str(hit),
             "yes" if identical else "[red]NO",

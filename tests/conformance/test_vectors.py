@@ -1,0 +1,42 @@
+"""Objects and keys are what they were: the golden vectors hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool_connector.contract import descriptor
+from tests.conformance.vectors import DEPLOYMENTS, PATH, expected_object, stored_object, vector
+from tests.targets.simulator import SimulatorTarget, simulator
+
+GOLDEN = json.loads(PATH.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def target() -> Iterator[SimulatorTarget]:
+    with simulator(64 << 20) as made:
+        yield made
+
+
+def test_the_vectors_are_of_this_format() -> None:
+    assert GOLDEN["format_version"] == descriptor.FORMAT_VERSION
+    assert set(GOLDEN["vectors"]) == set(DEPLOYMENTS)
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_stored_objects_are_the_golden_ones(target: SimulatorTarget, name: str) -> None:
+    deployment, rank = DEPLOYMENTS[name]
+    key, value = stored_object(target, deployment, rank)
+    assert vector(key, value) == GOLDEN["vectors"][name]
+    same = value == expected_object(deployment, rank)
+    assert same
+
+
+def test_another_format_is_noticed(target: SimulatorTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = descriptor.Descriptor.to_json
+    monkeypatch.setattr(descriptor.Descriptor, "to_json", lambda self: right(self) + " ")
+    deployment, rank = DEPLOYMENTS["gqa"]
+    key, value = stored_object(target, deployment, rank)
+    assert vector(key, value) != GOLDEN["vectors"]["gqa"]

@@ -1,0 +1,78 @@
+"""Golden vectors: for each layout and some topologies the key, the size and the hash of one block's object.
+
+They are written by `python -m tests.conformance.vectors`, from plain loops over the simulated caches' own pages, and
+checked against what the connector stores. A change of format without a new `FORMAT_VERSION` fails the check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kvpool_conformance.cases import NAMED_CASES, Deployment
+from kvpool_connector.contract.descriptor import FORMAT_VERSION
+from kvpool_simulator.device import allocate
+from kvpool_simulator.device.content import page_content
+from tests.targets.caches import cache_spec, content_name
+from tests.targets.node import block_hash
+from tests.targets.simulator import SimulatorTarget, simulator
+
+PATH = Path(__file__).with_name("vectors.json")
+CONTENT = "golden"
+BLOCK = 3
+
+DEPLOYMENTS: dict[str, tuple[Deployment, int]] = {
+    **{name: (Deployment(case), 0) for name, case in NAMED_CASES.items()},
+    **{f"mha tp{tp} rank{tp - 1}": (Deployment(NAMED_CASES["mha"], tp_size=tp), tp - 1) for tp in (2, 4, 8, 16)},
+    **{f"sparse-split tp{tp}": (Deployment(NAMED_CASES["sparse-split"], tp_size=tp), tp - 1) for tp in (2, 8)},
+    "gqa direct": (Deployment(NAMED_CASES["gqa"], transfer="direct"), 0),
+}
+
+
+def expected_object(deployment: Deployment, rank: int) -> bytes:
+    """The oracle: entries as registered, tensors in order, pages one after the other."""
+    spec = cache_spec(deployment.case, deployment.tp_size, rank)
+    caches = allocate(spec, 1)
+    whole = b""
+    for entry in spec.entries:
+        if entry.same_as is None:
+            for place in caches.places[entry.layer_name]:
+                whole += page_content(place, content_name(entry.layer_name), CONTENT).tobytes()
+    return whole
+
+
+def stored_object(target: SimulatorTarget, deployment: Deployment, rank: int) -> tuple[str, bytes]:
+    """The key and the bytes that the connector stores. Ranks that share the writing are asked until one writes."""
+    key = ""
+    for writer in range(deployment.tp_size):
+        with target.node(deployment, writer) as node:
+            node.fill({BLOCK: CONTENT})
+            node.save({BLOCK: CONTENT})
+        (shards,) = [s for s in target._announced[deployment] if s.rank.tp == rank]
+        shard = shards.shard(0)
+        assert shard is not None
+        key = shard.key(block_hash(CONTENT))
+    found = target.peek(key)
+    assert found is not None, f"{deployment}: nothing is stored under {key}"
+    return key, found
+
+
+def vector(key: str, value: bytes) -> dict[str, Any]:
+    """What is kept of an object."""
+    return {"key": key, "bytes": len(value), "sha256": hashlib.sha256(value).hexdigest()}
+
+
+def main() -> None:
+    """Write the vectors."""
+    vectors = {}
+    for name, (deployment, rank) in DEPLOYMENTS.items():
+        with simulator(64 << 20) as target:
+            key, _ = stored_object(target, deployment, rank)
+            vectors[name] = vector(key, expected_object(deployment, rank))
+    PATH.write_text(json.dumps({"format_version": FORMAT_VERSION, "vectors": vectors}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
