@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool_conformance.asking import ask, node_of
 from kvpool_conformance.backend import CacheBackend
 from kvpool_conformance.cases import NAMED_CASES, Deployment
 from kvpool_conformance.suites.round_trip import fresh, load_all, moved, offered, save_all
@@ -31,7 +32,7 @@ class Isolation:
         first, second = offered(backend, GQA), offered(backend, OTHERS[difference])
         for ours, theirs in ((first, second), (second, first)):
             contents = {1: fresh(), 2: fresh()}
-            with backend.node(ours) as source, backend.node(theirs) as target:
+            with node_of(backend, ours) as source, node_of(backend, theirs) as target:
                 save_all(source, contents)
                 assert target.hits(list(contents.values())) == 0
                 target.poison()
@@ -44,7 +45,7 @@ class Isolation:
             backend, Deployment(NAMED_CASES["sparse-bundled"]).with_case(dtype="int8", index_dim=16, c8="int8")
         )
         contents = {1: fresh()}
-        with backend.node(plain) as source, backend.node(quantised) as target:
+        with node_of(backend, plain) as source, node_of(backend, quantised) as target:
             save_all(source, contents)
             assert target.hits(list(contents.values())) == 0
             assert target.load(contents) == {1}
@@ -59,11 +60,11 @@ class Isolation:
         contents = {block_id: fresh() for block_id in range(8)}
         stored = 0
         for rank in range(saved_at):
-            with backend.node(source, rank) as node:
+            with node_of(backend, source, rank) as node:
                 node.fill(contents)
                 stored += node.save(contents)
         assert stored == len(contents), "the ranks share the work of writing: every block once"
-        with backend.node(target, loaded_at - 1) as node:
+        with node_of(backend, target, loaded_at - 1) as node:
             assert node.hits(list(contents.values())) == len(contents)
             load_all(node, moved(contents, (8, 9, 10, 11, 3, 2, 1, 0)))
 
@@ -74,11 +75,11 @@ class Isolation:
         contents = {block_id: fresh() for block_id in range(4)}
         names = list(contents.values())
         for rank in range(4):
-            with backend.node(deployment, rank) as node:
+            with node_of(backend, deployment, rank) as node:
                 save_all(node, contents)
-        with backend.node(deployment, 2) as node:
+        with node_of(backend, deployment, 2) as node:
             assert node.hits(names) == 4
-            backend.lose(deployment, missing, names[2])
+            ask(backend, "lose", deployment, missing, names[2])
             assert node.hits(names) == 2
 
     @pytest.mark.parametrize("tp_size", [2, 4, 8, 16])
@@ -87,9 +88,9 @@ class Isolation:
         deployment = offered(backend, Deployment(NAMED_CASES["mha"], tp_size=tp_size))
         contents = {1: fresh(), 5: fresh(), 6: fresh()}
         for rank in range(tp_size):
-            with backend.node(deployment, rank) as node:
+            with node_of(backend, deployment, rank) as node:
                 node.fill(contents)
                 node.save(contents)
         for rank in (0, 1, tp_size - 1):
-            with backend.node(deployment, rank) as node:
+            with node_of(backend, deployment, rank) as node:
                 load_all(node, moved(contents, (2, 3, 9)))

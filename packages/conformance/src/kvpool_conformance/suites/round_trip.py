@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
+from kvpool_conformance.asking import ask, node_of
 from kvpool_conformance.backend import CacheBackend, Node
 from kvpool_conformance.cases import NAMED_CASES, CacheCase, Deployment
 from kvpool_conformance.strategies import cases, tables
@@ -25,7 +26,7 @@ def fresh(prefix: str = "block") -> str:
 
 def offered(backend: CacheBackend, deployment: Deployment) -> Deployment:
     """Skip, counted, what the backend says it does not offer."""
-    reason = backend.offers(deployment)
+    reason = ask(backend, "offers", deployment)
     if reason:
         pytest.skip(f"not offered: {reason}")
     return deployment
@@ -72,9 +73,9 @@ class CacheRoundTrip:
         """Save some blocks, load them elsewhere."""
         offered(backend, deployment)
         contents = {block_id: fresh() for block_id in (1, 7, 2, 11)}
-        with backend.node(deployment) as source:
+        with node_of(backend, deployment) as source:
             save_all(source, contents)
-            with backend.node(deployment, elsewhere=elsewhere) as target:
+            with node_of(backend, deployment, elsewhere=elsewhere) as target:
                 load_all(target, moved(contents, (3, 0, 10, 5)))
 
     def test_any_layout_and_block_table(self, backend: CacheBackend) -> None:
@@ -89,13 +90,13 @@ class CacheRoundTrip:
         @given(st.data(), cases(), st.sampled_from(["packed", "direct"]))
         def check(data: st.DataObject, case: CacheCase, transfer: str) -> None:
             deployment = Deployment(case, transfer=transfer)
-            if backend.offers(deployment):
+            if ask(backend, "offers", deployment):
                 return
             saved_in = data.draw(tables(case.num_blocks))
             loaded_in = data.draw(st.permutations(range(case.num_blocks)))[: len(saved_in)]
             contents = {block_id: fresh() for block_id in saved_in}
             note(f"{deployment}: saved in {saved_in}, loaded into {loaded_in}")
-            with backend.node(deployment) as source, backend.node(deployment) as target:
+            with node_of(backend, deployment) as source, node_of(backend, deployment) as target:
                 save_all(source, contents)
                 load_all(target, moved(contents, loaded_in))
 
@@ -107,7 +108,7 @@ class CacheRoundTrip:
         case = NAMED_CASES["sparse-bundled-c8"]
         first, second = (offered(backend, Deployment(case, transfer=transfer)) for transfer in transfers)
         contents = {1: fresh(), 2: fresh()}
-        with backend.node(first) as source, backend.node(second) as target:
+        with node_of(backend, first) as source, node_of(backend, second) as target:
             save_all(source, contents)
             load_all(target, moved(contents, (5, 4)))
 
@@ -116,7 +117,7 @@ class CacheRoundTrip:
         bundled = offered(backend, Deployment(NAMED_CASES["sparse-bundled"]))
         split = offered(backend, Deployment(NAMED_CASES["sparse-split"]))
         contents = {1: fresh(), 2: fresh()}
-        with backend.node(bundled) as source, backend.node(split) as target:
+        with node_of(backend, bundled) as source, node_of(backend, split) as target:
             save_all(source, contents)
             assert target.hits(list(contents.values())) == 2
             load_all(target, moved(contents, (5, 4)))
@@ -125,7 +126,7 @@ class CacheRoundTrip:
         """A key stands for its first content."""
         deployment = offered(backend, Deployment(NAMED_CASES["mla"]))
         contents = {1: fresh(), 2: fresh()}
-        with backend.node(deployment) as source, backend.node(deployment) as target:
+        with node_of(backend, deployment) as source, node_of(backend, deployment) as target:
             save_all(source, contents)
             source.fill({1: fresh("other"), 2: fresh("other")})
             assert source.save(contents) == 2
@@ -137,10 +138,10 @@ class CacheRoundTrip:
         deployment = offered(backend, Deployment(NAMED_CASES["gqa"]))
         contents = {block_id: fresh() for block_id in range(5)}
         names = list(contents.values())
-        with backend.node(deployment) as source, backend.node(deployment) as target:
+        with node_of(backend, deployment) as source, node_of(backend, deployment) as target:
             save_all(source, contents)
             assert source.hits(names) == 5
-            backend.lose(deployment, 0, names[position])
+            ask(backend, "lose", deployment, 0, names[position])
             assert source.hits(names) == position, "a hit is the leading run"
             target.poison()
             assert target.load(contents) == {position}
@@ -152,7 +153,7 @@ class CacheRoundTrip:
         """A load of nothing reports every block and touches none."""
         deployment = offered(backend, Deployment(NAMED_CASES["mla"]))
         contents = {1: fresh(), 2: fresh()}
-        with backend.node(deployment) as node:
+        with node_of(backend, deployment) as node:
             assert node.hits(list(contents.values())) == 0
             node.poison()
             assert node.load(contents) == {1, 2}
