@@ -22,13 +22,41 @@ def make_model(kind: str, directory: Path, num_layers: int = 3, hidden_size: int
 
     torch.manual_seed(7)
     model = MAKERS[kind](num_layers, hidden_size)
-    # Wide weights: with a narrow spread every context would give much the same token.
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    _randomise(model)
     model.save_pretrained(path)
     _tokenizer().save_pretrained(path)
     (path / "done").touch()
     return path
+
+
+GAINS = {
+    **dict.fromkeys(("q_proj", "k_proj", "kv_a_proj"), 1.5),
+    "kv_b_proj": 2.5,
+    **dict.fromkeys(("v_proj", "o_proj"), 4.0),
+    "lm_head": 2.0,
+}
+"""Spread of a matrix's weights against that which keeps a signal's size; 1 for those not listed."""
+EMBEDDING_SPREAD = 0.3
+
+
+def _randomise(model: Any) -> None:
+    """Weights under which every token hangs on the whole context.
+
+    What attention brings outweighs what a token brings itself. With one spread for all weights the last token decides
+    the next, such a model soon repeats itself, and a cache full of garbage would go unnoticed.
+    """
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("bias"):
+            torch.nn.init.constant_(parameter, float(name.endswith("norm.weight") or "layernorm" in name))
+        elif "embed_tokens" in name:
+            torch.nn.init.normal_(parameter, std=EMBEDDING_SPREAD)
+        else:
+            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
+            # Matrices are (out, in), but those of several experts (experts, in, out).
+            fan_in = parameter.shape[1]
+            torch.nn.init.normal_(parameter, std=gain / fan_in**0.5)
 
 
 def _qwen2(num_layers: int, hidden_size: int) -> Any:
