@@ -23,6 +23,7 @@ OTHERS: dict[str, Deployment] = {
 """Deployments that differ from `GQA` in one thing that decides the bytes, or in the namespace."""
 
 
+@pytest.mark.kvpool_capability("isolation of deployments")
 class Isolation:
     """Subclass, and give a fixture `backend` that returns a `CacheBackend`."""
 
@@ -51,6 +52,7 @@ class Isolation:
             assert target.load(contents) == {1}
 
     @pytest.mark.parametrize(("saved_at", "loaded_at"), [(1, 8), (8, 1), (4, 2)])
+    @pytest.mark.kvpool_capability("sharing over ranks")
     def test_latent_caches_are_shared_between_tensor_parallel_sizes(
         self, backend: CacheBackend, saved_at: int, loaded_at: int
     ) -> None:
@@ -69,6 +71,7 @@ class Isolation:
             load_all(node, moved(contents, (8, 9, 10, 11, 3, 2, 1, 0)))
 
     @pytest.mark.parametrize("missing", [0, 1, 3])
+    @pytest.mark.kvpool_capability("sharing over ranks")
     def test_a_hit_needs_every_rank(self, backend: CacheBackend, missing: int) -> None:
         """Heads split over four ranks: one rank's lost object ends the hit there, whoever is asked."""
         deployment = offered(backend, Deployment(NAMED_CASES["mha"], tp_size=4))
@@ -83,6 +86,7 @@ class Isolation:
             assert node.hits(names) == 2
 
     @pytest.mark.parametrize("tp_size", [2, 4, 8, 16])
+    @pytest.mark.kvpool_capability("sharing over ranks")
     def test_every_rank_gets_its_own_heads(self, backend: CacheBackend, tp_size: int) -> None:
         """Eight heads over two to sixteen ranks: each rank's bytes are its heads'."""
         deployment = offered(backend, Deployment(NAMED_CASES["mha"], tp_size=tp_size))

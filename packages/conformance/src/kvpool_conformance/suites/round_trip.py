@@ -55,6 +55,7 @@ def moved(contents: dict[int, str], block_ids: Sequence[int]) -> dict[int, str]:
     return dict(zip(block_ids, reversed(contents.values()), strict=True))
 
 
+@pytest.mark.kvpool_capability("round trips")
 class CacheRoundTrip:
     """Subclass, and give a fixture `backend` that returns a `CacheBackend`."""
 
@@ -78,6 +79,7 @@ class CacheRoundTrip:
             with node_of(backend, deployment, elsewhere=elsewhere) as target:
                 load_all(target, moved(contents, (3, 0, 10, 5)))
 
+    @pytest.mark.kvpool_capability("layouts at random")
     def test_any_layout_and_block_table(self, backend: CacheBackend) -> None:
         """Layouts and tables at random."""
 
@@ -133,6 +135,7 @@ class CacheRoundTrip:
             load_all(target, contents)
 
     @pytest.mark.parametrize("position", [0, 2, 4], ids=["first", "middle", "last"])
+    @pytest.mark.kvpool_capability("lost blocks")
     def test_a_lost_block_is_reported_and_no_other(self, backend: CacheBackend, position: int) -> None:
         """Exactly the lost block fails; the others are right."""
         deployment = offered(backend, Deployment(NAMED_CASES["gqa"]))
@@ -149,6 +152,7 @@ class CacheRoundTrip:
             assert not target.mismatches(rest)
             assert not target.changed_outside(list(contents))
 
+    @pytest.mark.kvpool_capability("lost blocks")
     def test_what_was_never_saved_is_a_miss(self, backend: CacheBackend) -> None:
         """A load of nothing reports every block and touches none."""
         deployment = offered(backend, Deployment(NAMED_CASES["mla"]))

@@ -87,6 +87,7 @@ def pieces(address: int, num_bytes: int, cuts: Sequence[int]) -> tuple[list[int]
     return [address + start for start in edges[:-1]], [b - a for a, b in itertools.pairwise(edges)]
 
 
+@pytest.mark.kvpool_capability("objects")
 class StoreConformance:
     """Subclass, and give a fixture `backend` that returns a `StoreBackend`."""
 
@@ -113,6 +114,7 @@ class StoreConformance:
             assert reader.exist([name]) == [Status.OK]
             assert get(reader, name, 600) == (Status.OK, b"shared" * 100)
 
+    @pytest.mark.kvpool_capability("looking round the store")
     def test_what_is_stored_is_what_was_put(self, backend: StoreBackend) -> None:
         """Looked at round the interface."""
         with opened(backend) as store:
@@ -124,6 +126,7 @@ class StoreConformance:
                 pytest.skip("not offered: peek")
             assert found == bytes(range(256))
 
+    @pytest.mark.kvpool_capability("looking round the store")
     def test_a_changed_object_is_not_served_from_elsewhere(self, backend: StoreBackend) -> None:
         """Reads come from the store, not from a copy on the side."""
         with opened(backend) as store:
@@ -164,6 +167,7 @@ class StoreConformance:
             status, _ = get(store, name, asked)
             assert status is not Status.OK
 
+    @pytest.mark.kvpool_capability("batches")
     def test_batches_answer_key_by_key(self, backend: StoreBackend) -> None:
         """A mixture of there and not there: each key has its own answer, each destination its own bytes."""
         with opened(backend) as store:
@@ -179,6 +183,7 @@ class StoreConformance:
                 for i in range(12):
                     assert target.read(64 * i, 64) == bytes([i if i % 3 else POISON]) * 64, i
 
+    @pytest.mark.kvpool_capability("batches")
     def test_the_last_of_a_batch_counts(self, backend: StoreBackend) -> None:
         """Nothing of a long batch is lost."""
         with opened(backend) as store, memory(store, 200 * 8) as source:
@@ -190,6 +195,7 @@ class StoreConformance:
             for i in (0, 99, 198, 199):
                 assert get(store, names[i], 8) == (Status.OK, i.to_bytes(8, "big"))
 
+    @pytest.mark.kvpool_capability("batches")
     def test_a_key_named_twice_fills_both_destinations(self, backend: StoreBackend) -> None:
         """OK for both means bytes in both."""
         with opened(backend) as store:
@@ -201,11 +207,13 @@ class StoreConformance:
                     if status is Status.OK:
                         assert target.read(50 * i, 50) == b"twice" * 10, f"destination {i} was not filled"
 
+    @pytest.mark.kvpool_capability("batches")
     def test_empty_batches(self, backend: StoreBackend) -> None:
         """Nothing asked, nothing answered."""
         with opened(backend) as store:
             assert store.exist([]) == store.put([], [], []) == store.get([], [], []) == store.remove([]) == []
 
+    @pytest.mark.kvpool_capability("many pieces")
     def test_many_pieces(self, backend: StoreBackend) -> None:
         """More pieces than a transport takes in one call (2,928 of 16 sparse blocks hang Mooncake's over TCP)."""
         with opened(backend) as store, memory(store, 2 * 16 * 183 * 4) as whole:
@@ -221,6 +229,7 @@ class StoreConformance:
             assert store.get(names, target, sizes) == [Status.OK] * 16
             assert whole.read(half) == value
 
+    @pytest.mark.kvpool_capability("large objects")
     def test_a_large_object(self, backend: StoreBackend) -> None:
         """A block of a sparse model at full size, 183 pieces of three sizes."""
         with opened(backend) as store:
@@ -235,6 +244,7 @@ class StoreConformance:
             equal = found == value
             assert equal, "the bytes differ"
 
+    @pytest.mark.kvpool_capability("removal")
     def test_removed_objects_are_gone(self, backend: StoreBackend) -> None:
         """And the key is free for another object."""
         with opened(backend) as store:
@@ -246,6 +256,7 @@ class StoreConformance:
             assert put(store, name, b"new!" * 10).stored
             assert get(store, name, 40) == (Status.OK, b"new!" * 10)
 
+    @pytest.mark.kvpool_capability("leases")
     def test_a_lease_forbids_removal_until_it_ends(self, backend: StoreBackend) -> None:
         """Somebody may be reading."""
         if not backend.lease_s:
@@ -259,6 +270,7 @@ class StoreConformance:
             ask(backend, "advance", backend.lease_s * 1.2)
             assert store.remove([name]) == [Status.OK]
 
+    @pytest.mark.kvpool_capability("small values")
     def test_small_values(self, backend: StoreBackend) -> None:
         """Written once, read whole."""
         with opened(backend) as store:
@@ -268,6 +280,7 @@ class StoreConformance:
             assert store.write(name, b"another").stored
             assert store.read(name) == (Status.OK, b"descriptor")
 
+    @pytest.mark.kvpool_capability("keys")
     def test_keys_are_told_apart(self, backend: StoreBackend) -> None:
         """Near keys are different objects."""
         with opened(backend) as store:
