@@ -18,6 +18,7 @@ def target() -> Iterator[SimulatorTarget]:
         yield made
 
 
+@pytest.mark.kvpool_teeth("wrong connectors")
 @pytest.mark.parametrize("wrong", WRONG_CONNECTORS, ids=lambda wrong: wrong.mistake)
 def test_the_mistake_is_caught(target: SimulatorTarget, wrong: WrongConnector, monkeypatch: pytest.MonkeyPatch) -> None:
     test = getattr(getattr(suites, wrong.suite)(), wrong.caught_by)

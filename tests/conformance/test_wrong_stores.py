@@ -35,6 +35,7 @@ def target() -> Iterator[SimulatorTarget]:
         yield made
 
 
+@pytest.mark.kvpool_teeth("wrong stores")
 @pytest.mark.parametrize("wrong", WRONG_STORES, ids=lambda wrong: wrong.mistake)
 def test_the_mistake_is_caught(target: SimulatorTarget, wrong: WrongStore) -> None:
     test = getattr(StoreConformance(), wrong.caught_by)
