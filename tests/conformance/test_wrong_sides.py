@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvpool_connector.contract.errors import KVPoolError
-from tests.conformance import wrong_schedulers, wrong_workers  # noqa: F401: they enter their mistakes
+
+# These enter their mistakes into the table.
+from tests.conformance import wrong_schedulers, wrong_workers  # noqa: F401
 from tests.conformance.wrong_sides import WRONG_SIDES, WrongSide
 
 
