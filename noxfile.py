@@ -24,7 +24,13 @@ VLLM_VERSIONS = ("0.14.1", "0.23.0", "0.32.0")
 WHEELS = Path(".nox") / "wheels"
 SYSTEM_PACKAGES = "libibverbs1 librdmacm1 libnuma1 liburing2"
 INSTALL_LINE = f"apt-get update && apt-get install -y {SYSTEM_PACKAGES}"
-UNIT_TESTS = ("packages/connector/tests", "packages/simulator/tests", "tests/vllm_versions", "ci/tests")
+UNIT_TESTS = (
+    "packages/connector/tests",
+    "packages/simulator/tests",
+    "packages/conformance/tests",
+    "tests/vllm_versions",
+    "ci/tests",
+)
 DEV_TOOLS = (
     "hypothesis",
     "import-linter",
