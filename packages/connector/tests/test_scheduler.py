@@ -177,6 +177,14 @@ def test_c19_chunked_prefill_saves_every_full_block_once() -> None:
     assert saved(jobs) == [(0, i) for i in range(1, 7)]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 31, 47])
+def test_a_partial_block_is_never_saved(num_tokens: int) -> None:
+    bench = Bench(save_decode_cache=True)
+    view = bench.view(num_tokens)
+    bench.scheduler.allocated(view, [[]], 0)
+    assert len(saved(bench.schedule(view, 0, num_tokens, [[1, 2, 3]], True))) == num_tokens // 16
+
+
 def test_decode_is_saved_only_when_asked_for() -> None:
     for save_decode, expected in ((False, [(0, 1)]), (True, [(0, 1), (0, 2)])):
         bench = Bench(save_decode_cache=save_decode)
@@ -310,6 +318,13 @@ class TestSeveralGroups:
             bench.lookup.present = {key for i in range(4) for key in bench.keys(view, 0, i)}
             bench.store(view, needed, group=1)
             assert bench.scheduler.num_matched_tokens(view, 0) == (boundary, True)
+
+    def test_a_window_one_block_short_is_no_hit(self) -> None:
+        bench = self.bench()
+        view = bench.view(130)
+        bench.store(view, range(4), group=0)
+        bench.store(view, (6, 7), group=1)
+        assert bench.scheduler.num_matched_tokens(view, 0) == (0, False)
 
     def test_a20_a_longer_stored_key_implies_no_shorter_boundary(self) -> None:
         bench = self.bench()
