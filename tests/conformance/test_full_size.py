@@ -21,6 +21,7 @@ V32 = CacheCase(
 STAGING_BYTES = 256 << 20
 
 
+@pytest.mark.kvpool_capability("full size")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transfer", ["packed", "direct"])
 def test_sixty_four_blocks_in_one_request(backend: Target, transfer: str) -> None:

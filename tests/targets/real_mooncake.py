@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvpool_connector.config import StoreSettings
-from kvpool_connector.mooncake import MooncakeStore
+from kvpool_connector.mooncake import MooncakeStore, import_mooncake
 from tests.targets.target import Target
 
 LEASE_S = 2.0
@@ -136,10 +136,29 @@ def make_store(address: str, segment_bytes: int) -> MooncakeStore:
 
 
 class MooncakeTarget(Target):
-    """Time passes by itself."""
+    """Time passes by itself, and another client than the connector's looks at objects with other calls."""
 
     def __init__(self, address: str) -> None:
         super().__init__("mooncake", address, make_store, LEASE_S)
+        self._observer = import_mooncake().MooncakeDistributedStore()
+        code = self._observer.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", address)
+        if code:
+            raise RuntimeError(f"the observer of the objects could not be set up: {code}")
+
+    def peek(self, key: str) -> bytes | None:
+        return self._observer.get(key) or None
+
+    def poke(self, key: str, offset: int, value: bytes) -> None:
+        old = self._observer.get(key)
+        for code in (
+            self._observer.remove(key, True),
+            self._observer.put(key, old[:offset] + value + old[offset + len(value) :]),
+        ):
+            assert code == 0, f"changing {key!r} round the connector returned {code}"
+
+    def close(self) -> None:
+        super().close()
+        self._observer.close()
 
     def advance(self, seconds: float) -> None:
         time.sleep(seconds)

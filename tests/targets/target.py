@@ -12,7 +12,7 @@ from kvpool_connector.contract.store import Store
 from tests.targets.borrowed import Borrowed
 from tests.targets.caches import cache_spec
 from tests.targets.node import LocalNode, block_hash
-from tests.targets.process import RemoteNode, StoreFactory
+from tests.targets.process import OtherProcess, RemoteNode, StoreFactory
 
 
 class Target:
@@ -27,6 +27,7 @@ class Target:
         self._clients = [make_store(address, 0) for _ in range(2)]
         self._lent = 0
         self._announced: dict[Deployment, list[RankShards]] = {}
+        self._idle: list[OtherProcess] = []
 
     # StoreBackend
 
@@ -62,20 +63,30 @@ class Target:
     def node(
         self, deployment: Deployment, rank: int = 0, *, elsewhere: bool = False, staging_bytes: int = 8 << 20
     ) -> Iterator[Node]:
+        if elsewhere:
+            with self._other_process() as process:
+                remote = RemoteNode(process, deployment, rank, staging_bytes)
+                yield remote
+                remote.close()
+            return
         with self.open() as store:
-            if elsewhere:
-                remote = RemoteNode(self._make_store, self.address, deployment, rank, staging_bytes)
-                try:
-                    yield remote
-                finally:
-                    remote.close()
-                return
             local = LocalNode(deployment, rank, store, staging_bytes)
             self._announced[deployment] = local.all_ranks()
             try:
                 yield local
             finally:
                 local.close()
+
+    @contextmanager
+    def _other_process(self) -> Iterator[OtherProcess]:
+        """An idle process, or another one. Whatever went wrong in it ends it."""
+        process = self._idle.pop() if self._idle else OtherProcess(self._make_store, self.address)
+        try:
+            yield process
+        except BaseException:
+            process.close()
+            raise
+        self._idle.append(process)
 
     def lose(self, deployment: Deployment, rank: int, content: str) -> None:
         (shards,) = [shards for shards in self._announced[deployment] if shards.rank.tp == rank]
@@ -86,6 +97,8 @@ class Target:
             assert status.ok, f"removing the object of {content!r}: {status}"
 
     def close(self) -> None:
-        """Close the lent clients."""
+        """End the other processes and close the lent clients."""
+        for process in self._idle:
+            process.close()
         for client in self._clients:
             client.close()
