@@ -50,6 +50,16 @@ def test_b5_an_adapter_and_a_salt_of_one_name_are_apart() -> None:
     assert tag_of(lora="X") == tag_of(lora="X", salt=None) == tag_of(lora="X", salt="")
 
 
+def test_a_namespace_that_is_no_utf_8_is_refused() -> None:
+    with pytest.raises(KeyFormatError, match=r"'kvpool1/%ff/0/.*': the namespace is not percent-encoded UTF-8"):
+        parse_key(f"kvpool1/%ff/0/{'0' * 32}/00")
+
+
+def test_another_spelling_is_refused_with_the_right_one() -> None:
+    with pytest.raises(KeyFormatError, match=rf"'kvpool1/%61/0/.*expected 'kvpool1/a/0/{'0' * 32}/00'"):
+        parse_key(f"kvpool1/%61/0/{'0' * 32}/00")
+
+
 @pytest.mark.parametrize(
     "text", ["", "kvpool1/a/0/x/y", "kvpool2/a/0/" + "0" * 32 + "/00", "kvpool1/a/01/" + "0" * 32 + "/00"]
 )

@@ -1,0 +1,115 @@
+"""Shards: the keys of what ranks announce, and what is said of ranks that do not fit together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, LayerContent, ModelIdentity
+from kvpool_connector.contract.errors import TopologyError
+from kvpool_connector.contract.keys import Key, parse_key, tag_of
+from kvpool_connector.contract.shards import RankShards, Shard, ShardMap, with_prefill_ranks
+from kvpool_connector.contract.topology import ContextRange, HeadRange, Rank, Topology, Writer
+
+
+FIRST, ALONE, WHOLE = Rank(), Writer(0, 1), ContextRange(0, 1, 1)
+
+
+def descriptor(group: int, context: ContextRange = WHOLE) -> Descriptor:
+    content = ComponentContent("kv", "bfloat16", (16, 1, 8), "NHD")
+    return Descriptor(
+        ModelIdentity("m"), group, 16, HeadRange(0, 1, 1), context, (LayerContent(str(group), (content,)),)
+    )
+
+
+def announced(*groups: int | None, rank: Rank = FIRST, epoch: int = 4, writer: Writer = ALONE) -> RankShards:
+    descriptors = tuple(None if group is None else descriptor(group) for group in groups)
+    return RankShards(rank, "ns", epoch, writer, descriptors)
+
+
+def test_a_key_names_namespace_epoch_fingerprint_block_and_tag() -> None:
+    shard = announced(0).shard(0)
+    assert shard == Shard("ns", 4, descriptor(0).fingerprint)
+    assert parse_key(shard.key(b"\x01\x02", "0" * 16)) == Key("ns", 4, shard.fingerprint, b"\x01\x02", "0" * 16)
+    assert parse_key(shard.key(b"\x01\x02")) == Key("ns", 4, shard.fingerprint, b"\x01\x02")
+    assert parse_key(shard.descriptor_key()) == Key("ns", 4, shard.fingerprint)
+
+
+def test_a_rank_without_layers_of_a_group_has_no_shard_of_it() -> None:
+    assert announced(None, 1).shard(0) is None
+
+
+def test_tags_are_part_of_the_format() -> None:
+    """Written out: whoever routes requests makes them too."""
+    assert tag_of() == tag_of(None, "") == ""
+    assert tag_of(lora="a") == "1c26485fa6931297"
+    assert tag_of(salt="a") == "ae14edec47555e1f"
+    assert tag_of("a", "b") == "ed58660c3197742e"
+
+
+def test_keys_without_a_tag_are_those_of_the_holders() -> None:
+    shards = ShardMap(Topology(1), [announced(0, 1)])
+    assert shards.num_groups == 2
+    assert shards.keys(1, b"h") == [announced(0, 1).shard(1).key(b"h")]  # type: ignore[union-attr]
+
+
+def test_the_place_of_a_block_among_writers_is_in_its_last_eight_bytes() -> None:
+    """The same on every machine and in every release: two ranks that disagree both write, or neither does."""
+    block_hash = b"\xff" * 24 + (0x0102030405060708).to_bytes(8, "big")
+    for count in (1, 2, 3, 5, 7, 16):
+        assert [Writer(i, count).writes(block_hash) for i in range(count)].index(True) == 0x0102030405060708 % count
+
+
+def test_ranks_too_many_or_too_few_are_refused() -> None:
+    topology = Topology(1, 2)
+    both = [announced(0, rank=rank, writer=topology.writer(rank)) for rank in topology.ranks()]
+    ShardMap(topology, both)
+    stranger = announced(0, rank=Rank(tp=5), writer=Writer(0, 1))
+    with pytest.raises(TopologyError, match="announced 3 ranks"):
+        ShardMap(topology, [*both, stranger])
+    with pytest.raises(TopologyError, match=r"(?s)announced 2 ranks.*tp=1.*must run this connector with the same"):
+        ShardMap(topology, [both[0], stranger])
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (announced(0, epoch=5, rank=Rank(tp=1)), "epoch 4 but .* uses 5; give every worker the same"),
+        (announced(0, 1, rank=Rank(tp=1)), "has 1 KV cache groups but .* has 2; every worker must see the same"),
+    ],
+)
+def test_ranks_that_disagree_are_named(other: RankShards, words: str) -> None:
+    with pytest.raises(TopologyError, match=rf"Rank\(pp=0, pcp=0, tp=0\).*{words}"):
+        ShardMap(Topology(1, 2), [announced(0), other])
+
+
+def test_a_group_that_nobody_holds_is_refused() -> None:
+    with pytest.raises(TopologyError, match="no worker holds a layer of KV cache group 1"):
+        ShardMap(Topology(1), [announced(0, None)])
+
+
+def test_writers_that_leave_a_gap_are_named_with_group_and_shard() -> None:
+    with pytest.raises(TopologyError) as refusal:
+        ShardMap(Topology(1, 2), [announced(0), announced(0, rank=Rank(tp=1))])
+    said = str(refusal.value)
+    assert f"KV cache group 0, shard {descriptor(0).fingerprint}" in said
+    assert "writing as [0, 0], expected [0]" in said
+    assert said.endswith("disagree about the parallel shape (or hold different content where they should not)")
+
+
+def test_derived_prefill_ranks_hold_other_tokens_of_the_same_groups() -> None:
+    topology = Topology(1, pcp_size=3, cp_interleave=8)
+    heard = [replace(announced(None, 1, rank=Rank(pcp=pcp)), epoch=pcp) for pcp in (1, 2)]
+    ranks = {shards.rank.pcp: shards for shards in with_prefill_ranks(topology, heard)}
+    assert sorted(ranks) == [0, 1, 2]
+    assert [ranks[1], ranks[2]] == heard
+    assert ranks[0].epoch == 1
+    assert ranks[0].descriptors == (None, descriptor(1, ContextRange(0, 3, 8)))
+
+
+def test_context_ranges_of_ranks() -> None:
+    assert Topology(1, cp_interleave=64).context(Rank()) == ContextRange(0, 1, 1)
+    topology = Topology(1, 2, pcp_size=2, dcp_size=2, cp_interleave=64)
+    assert [topology.context(rank) for rank in topology.ranks()] == [ContextRange(i, 4, 64) for i in range(4)]
+    assert Topology(4, 2).heads(Rank(tp=1)) == HeadRange(2, 2, 4)
