@@ -35,6 +35,7 @@ DEV_TOOLS = (
     "hypothesis",
     "import-linter",
     "mkdocs-material",
+    "mutmut",
     "mypy",
     "pytest",
     "pytest-timeout",
@@ -172,6 +173,15 @@ def engine(session: nox.Session) -> None:
     if missing:
         session.error(f"the engine tests need real Mooncake: `{INSTALL_LINE}` ({missing})")
     ENGINE.run(session, "pytest", "tests/engine", "--timeout", "600", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def mutation(session: nox.Session) -> None:
+    """Plant mistakes by the hundred; the unit tests find at least nine in ten, and the others have a reason."""
+    copy = Path(".nox") / "mutation"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree("packages/connector", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    DEV.run(session, "python", "ci/mutants.py", str(copy))
 
 
 @nox.session(venv_backend="none")

@@ -97,6 +97,59 @@ def test_calls_are_cut_by_buffers_bytes_and_repeated_keys() -> None:
     assert calls == [["a", "b"], ["c", "d"], ["d"], ["e"]]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ([[1, 1], [1, 1], [1]], [2, 1]),
+        ([[1, 1, 1], [1], [1]], [2, 1]),
+        ([[1], [1, 1, 1], [1, 1, 1, 1], [1]], [2, 1, 1]),
+        ([[1, 1, 1, 1, 1], [1]], [1, 1]),
+        ([[60], [40], [1]], [2, 1]),
+        ([[30], [30], [30], [10], [1]], [4, 1]),
+        ([[60], [41], [59], [1]], [1, 2, 1]),
+        ([[500], [1]], [1, 1]),
+        ([[25], [25], [25], [25], [100], [100]], [4, 1, 1]),
+        ([[1, 1, 1, 1], [1, 1, 1, 1], [1], [1, 1, 1]], [1, 1, 2]),
+    ],
+)
+def test_calls_are_as_large_as_the_limits_allow(sizes: list[list[int]], cuts: list[int]) -> None:
+    client = Scripted(batch_put_from_multi_buffers=lambda keys, *_: [0] * len(keys))
+    store = connected(client, max_buffers_per_call=4, max_bytes_per_call=100)
+    keys = [f"k{i}" for i in range(len(sizes))]
+    assert store.put(keys, sizes, sizes) == [Status.OK] * len(keys)
+    calls = [arguments for name, arguments in client.calls if name.startswith("batch_put")]
+    assert [len(arguments[0]) for arguments in calls] == cuts
+    assert [key for arguments in calls for key in arguments[0]] == keys
+
+
+def test_a_key_that_is_named_twice_is_asked_for_twice() -> None:
+    client = Scripted(batch_get_into_multi_buffers=lambda keys, _, sizes: [sum(pieces) for pieces in sizes])
+    store = connected(client)
+    assert store.get(["a", "b", "a", "c", "b"], [[1]] * 5, [[1]] * 5) == [Status.OK] * 5
+    calls = [arguments[0] for name, arguments in client.calls if name.startswith("batch_get")]
+    assert calls == [["a", "b"], ["a", "c", "b"]]
+
+
+@pytest.mark.parametrize("answer", ["0", [0], None, 0.5])
+def test_an_answer_of_another_type_is_no_success(answer: object) -> None:
+    store = connected(Scripted(batch_put_from_multi_buffers=[answer], register_buffer=answer))
+    assert store.put(["k"], [[1]], [[1]]) == [Status.UNAVAILABLE]
+    assert store.register(1, 1) == Status.UNAVAILABLE
+
+
+def test_nothing_asked_is_no_call() -> None:
+    client = Scripted()
+    store = connected(client)
+    assert store.put([], [], []) == store.get([], [], []) == []
+    assert [name for name, _ in client.calls] == ["setup"]
+
+
+def test_lists_of_different_lengths_are_a_mistake() -> None:
+    store = connected(Scripted(batch_put_from_multi_buffers=[0]))
+    with pytest.raises(ValueError, match="argument"):
+        store.put(["a"], [[1], [1]], [[1], [1]])
+
+
 def test_calls_before_connect_and_after_close_are_refused() -> None:
     store = MooncakeStore(SETTINGS, module=module_of(Scripted()))
     calls: list[Any] = [
@@ -111,7 +164,9 @@ def test_calls_before_connect_and_after_close_are_refused() -> None:
     ]
     for _ in range(2):
         for call in calls:
-            with pytest.raises(StoreClosedError, match="connect"):
+            with pytest.raises(
+                StoreClosedError, match=r"^the Mooncake client is not connected.*nothing after close\(\)$"
+            ):
                 call()
         store.connect()
         store.close()
@@ -119,7 +174,7 @@ def test_calls_before_connect_and_after_close_are_refused() -> None:
 
 
 def test_setup_that_fails_says_what_to_check() -> None:
-    with pytest.raises(StoreSetupError, match=r"returned -1 \(master 127\.0\.0\.1:1"):
+    with pytest.raises(StoreSetupError, match=r"returned -1 \(master 127\.0\.0\.1:1.*that this build of Mooncake has"):
         connected(Scripted(setup=-1))
 
 

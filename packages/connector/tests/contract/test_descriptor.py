@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 
+import pytest
+
 from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
 from kvpool_connector.contract.layout import Component, Layer, ShardLayout
 from kvpool_connector.contract.topology import ContextRange, HeadRange
@@ -26,11 +28,15 @@ LAYOUT = ShardLayout(
     ),
 )
 MODEL = ModelIdentity("modèle", "r1", "bfloat16", "w8a8", "int8")
-DESCRIPTOR = Descriptor.of(LAYOUT, MODEL, HeadRange(0, 1, 1), ContextRange(1, 2, 128))
 
 
-def test_everything_of_the_layout_but_its_addresses_is_said() -> None:
-    said = json.loads(DESCRIPTOR.to_json())
+@pytest.fixture
+def descriptor() -> Descriptor:
+    return Descriptor.of(LAYOUT, MODEL, HeadRange(0, 1, 1), ContextRange(1, 2, 128))
+
+
+def test_everything_of_the_layout_but_its_addresses_is_said(descriptor: Descriptor) -> None:
+    said = json.loads(descriptor.to_json())
     assert said["model"] == {
         "name": "modèle",
         "revision": "r1",
@@ -55,12 +61,12 @@ def test_everything_of_the_layout_but_its_addresses_is_said() -> None:
         },
     ]
     for address in ("4096", "8192"):
-        assert address not in DESCRIPTOR.to_json()
+        assert address not in descriptor.to_json()
 
 
-def test_the_form_is_canonical() -> None:
+def test_the_form_is_canonical(descriptor: Descriptor) -> None:
     """Sorted, without white space, ASCII: another spelling of the same content would be another fingerprint."""
-    text = DESCRIPTOR.to_json()
+    text = descriptor.to_json()
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     assert text.isascii()
-    assert DESCRIPTOR.fingerprint == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    assert descriptor.fingerprint == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

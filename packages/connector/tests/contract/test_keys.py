@@ -60,6 +60,13 @@ def test_another_spelling_is_refused_with_the_right_one() -> None:
         parse_key(f"kvpool1/%61/0/{'0' * 32}/00")
 
 
+@pytest.mark.parametrize("text", ["x" * 999, "kvpool1/%ff" + "f" * 999, "kvpool1/%61" + "a" * 999])
+def test_refusals_quote_no_more_than_two_hundred_characters(text: str) -> None:
+    with pytest.raises(KeyFormatError) as refusal:
+        parse_key(text if text[0] == "x" else f"{text}/0/{'0' * 32}/00")
+    assert repr(text[:200]) in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     "text", ["", "kvpool1/a/0/x/y", "kvpool2/a/0/" + "0" * 32 + "/00", "kvpool1/a/01/" + "0" * 32 + "/00"]
 )
