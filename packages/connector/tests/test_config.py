@@ -78,6 +78,19 @@ def test_all_faults_are_in_one_error() -> None:
     assert "use_layerwise" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("found", "tenant"), [(None, "default"), ("", "default"), ("  ", "default"), (" team-a ", "team-a")]
+)
+def test_tenants_are_read_as_vllm_ascend_reads_them(found: str | None, tenant: str) -> None:
+    assert StoreSettings(master_server_address="h:1", tenant_id=found).tenant_id == tenant  # type: ignore[arg-type]
+
+
+def test_the_environment_names_host_and_tenant() -> None:
+    environ = {"MOONCAKE_MASTER": "h:1", "MOONCAKE_LOCAL_HOSTNAME": "10.0.0.7", "MOONCAKE_TENANT_ID": "team-a"}
+    settings = StoreSettings.from_environment(environ)
+    assert (settings.local_hostname, settings.tenant_id) == ("10.0.0.7", "team-a")
+
+
 def test_file_under_environment(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.json"
     path.write_text(json.dumps({**MASTER, "protocol": "tcp", "global_segment_size": "1GB"}))

@@ -40,8 +40,8 @@ class Client:
         self.setup_arguments: tuple[Any, ...] = ()
         self.placements: list[Any] = []
 
-    def setup(self, *arguments: Any) -> int:
-        self.setup_arguments = arguments
+    def setup(self, *arguments: Any, **more: Any) -> int:
+        self.setup_arguments = (*arguments, *more.items())
         return 0
 
     def close(self) -> int:
@@ -110,6 +110,35 @@ def store(client: Client) -> Iterator[MooncakeStore]:
 def test_setup_is_told_what_was_configured(store: MooncakeStore, client: Client) -> None:
     expected = ("here", "P2PHANDSHAKE", 64 << 20, 2 << 20, "tcp", "dev0", "127.0.0.1:1")
     assert client.setup_arguments == expected
+
+
+@pytest.mark.parametrize(("master", "own"), [("127.0.0.1:1", "127.0.0.1"), ("localhost:1", "127.0.0.1")])
+def test_the_own_address_is_the_one_on_the_way_to_the_master(client: Client, master: str, own: str) -> None:
+    settings = SETTINGS.model_copy(update={"local_hostname": "", "master_server_address": master})
+    module = types.SimpleNamespace(MooncakeDistributedStore=lambda: client, ReplicateConfig=types.SimpleNamespace)
+    MooncakeStore(settings, module=module).connect()
+    assert client.setup_arguments[0] in (own, "::1")
+
+
+def test_no_way_to_the_master_is_said_with_the_remedy(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    settings = SETTINGS.model_copy(update={"local_hostname": "", "master_server_address": "nowhere:1"})
+    with pytest.raises(
+        StoreSetupError, match=r"nowhere:1 \(Name or service not known\); correct master_.*or set local_h"
+    ):
+        MooncakeStore(settings, module=types.SimpleNamespace(MooncakeDistributedStore=lambda: client)).connect()
+
+
+def test_a_tenant_is_handed_on_only_when_there_is_one(client: Client) -> None:
+    module = types.SimpleNamespace(MooncakeDistributedStore=lambda: client, ReplicateConfig=types.SimpleNamespace)
+    settings = SETTINGS.model_copy(update={"preferred_segment": False})
+    MooncakeStore(settings, module=module).connect()
+    assert len(client.setup_arguments) == 7
+    MooncakeStore(settings.model_copy(update={"tenant_id": "a"}), module=module).connect()
+    assert client.setup_arguments[7:] == (("tenant_id", "a"),)
 
 
 @pytest.mark.parametrize("same_node", [True, False])

@@ -1,7 +1,7 @@
 """The connector's settings: frozen, strict records, parsed once at start.
 
 Two sources, as users of vLLM-Ascend have them: `kv_connector_extra_config` of the engine (`PoolSettings`) and
-`mooncake.json` with two environment variables above it (`StoreSettings`). An unknown key is an error that names the
+`mooncake.json` with environment variables above it (`StoreSettings`). An unknown key is an error that names the
 nearest known one.
 """
 
@@ -23,6 +23,8 @@ GIB = 1 << 30
 MIN_SEGMENT_BYTES = 16 * MIB
 """Mooncake 0.3.13 refuses smaller segments, except none at all."""
 
+DEFAULT_TENANT = "default"
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
 
 
@@ -37,6 +39,12 @@ def parse_size(value: object) -> int:
     if match is None:
         raise ValueError(f'{value!r} is not a size; expected bytes or a text like "1GB", "10GiB", "512MB"')
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+
+
+def _tenant(value: object) -> object:
+    """As vLLM-Ascend reads it: nothing, or blanks, is the default tenant."""
+    text = "" if value is None else value
+    return (text.strip() or DEFAULT_TENANT) if isinstance(text, str) else text
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -55,8 +63,9 @@ class StoreSettings(_Settings):
     metadata_server: str = "P2PHANDSHAKE"
     protocol: Literal["tcp", "rdma", "ascend"] = "ascend"
     device_name: str = ""
-    local_hostname: str = "127.0.0.1"
-    """The name under which other clients reach this one."""
+    local_hostname: str = ""
+    """The name under which other clients reach this one; where empty, the address from which this machine reaches the
+    master: loopback for a master on loopback."""
     global_segment_size: Size = GIB
     """Bytes of memory that this process gives to the pool: 0, or at least 16 MiB."""
     local_buffer_size: Size = GIB
@@ -65,6 +74,8 @@ class StoreSettings(_Settings):
     """Store in this process's own segment while it has room."""
     prefer_alloc_in_same_node: bool = True
     """Handed on to Mooncake, which placed objects at random all the same (0.3.13)."""
+    tenant_id: Annotated[str, BeforeValidator(_tenant)] = DEFAULT_TENANT
+    """Mooncake's tenant; of effect on a master that was started with tenants."""
     enable_ssd_offload: Literal[False] = False
     ssd_offload_path: str = ""
 
@@ -88,8 +99,7 @@ class StoreSettings(_Settings):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> StoreSettings:
-        """Settings from the file that `MOONCAKE_CONFIG_PATH` names, under `MOONCAKE_MASTER` and
-        `MOONCAKE_GLOBAL_SEGMENT_SIZE`.
+        """Settings from the file that `MOONCAKE_CONFIG_PATH` names, under `MOONCAKE_MASTER` and its like.
 
         Raises `ConfigError` when the file cannot be read or a setting is wrong.
         """
@@ -105,9 +115,11 @@ class StoreSettings(_Settings):
         for variable, key in (
             ("MOONCAKE_MASTER", "master_server_address"),
             ("MOONCAKE_GLOBAL_SEGMENT_SIZE", "global_segment_size"),
+            ("MOONCAKE_LOCAL_HOSTNAME", "local_hostname"),
+            ("MOONCAKE_TENANT_ID", "tenant_id"),
         ):
             if variable in environ:
-                values[key] = int(environ[variable]) if environ[variable].isdigit() else environ[variable]
+                values[key] = environ[variable]
         if "master_server_address" not in values:
             raise ConfigError(
                 "no master is named: set MOONCAKE_CONFIG_PATH to a mooncake.json with master_server_address, or "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvpool_connector.config import PoolSettings, StoreSettings
+from kvpool_connector.config import DEFAULT_TENANT, PoolSettings, StoreSettings
 from kvpool_connector.contract.errors import StoreClosedError, StoreSetupError
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces
@@ -91,7 +91,7 @@ class MooncakeStore:
             self._probe_master(limit)
         outcome: list[int] = []
         arguments = (
-            settings.local_hostname,
+            settings.local_hostname or self._own_address(),
             settings.metadata_server,
             settings.global_segment_size,
             settings.local_buffer_size,
@@ -99,7 +99,9 @@ class MooncakeStore:
             settings.device_name,
             settings.master_server_address,
         )
-        thread = threading.Thread(target=lambda: outcome.append(client.setup(*arguments)), daemon=True)
+        # Only for those who have one: it is younger than the other arguments.
+        tenant = {} if settings.tenant_id == DEFAULT_TENANT else {"tenant_id": settings.tenant_id}
+        thread = threading.Thread(target=lambda: outcome.append(client.setup(*arguments, **tenant)), daemon=True)
         thread.start()
         thread.join(limit)
         if outcome != [0]:
@@ -115,10 +117,28 @@ class MooncakeStore:
         if settings.preferred_segment and settings.global_segment_size:
             self._placement.preferred_segment = client.get_hostname()
 
-    def _probe_master(self, limit: float) -> None:
-        host, _, port = self._settings.master_server_address.rpartition(":")
+    def _own_address(self) -> str:
+        """The address of this machine on the way to the master: where other clients of that master reach it too."""
+        host, port = self._master()
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=limit).close()
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # of a datagram socket: chooses the way, sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise StoreSetupError(
+                f"no way to the Mooncake master {self._settings.master_server_address} ({error}); correct "
+                "master_server_address, or set local_hostname to this machine's address"
+            ) from error
+
+    def _master(self) -> tuple[str, int]:
+        host, _, port = self._settings.master_server_address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def _probe_master(self, limit: float) -> None:
+        host, port = self._master()
+        try:
+            socket.create_connection((host, port), timeout=limit).close()
         except OSError as error:
             raise StoreSetupError(
                 f"no Mooncake master answers at {self._settings.master_server_address} ({error}). Start one with "
