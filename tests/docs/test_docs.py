@@ -9,14 +9,16 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool_connector.config import PoolSettings, StoreSettings
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -67,7 +69,26 @@ def test_commands_parse_and_their_settings_are_known(page: str, text: str) -> No
     assert words
     for word, value in itertools.pairwise(words):
         if word == "--kv-transfer-config":
-            PoolSettings.from_extra_config(json.loads(value)["kv_connector_extra_config"])
+            for connector in connectors(json.loads(value)):
+                if connector.get("kv_connector_module_path") == "kvpool_connector.vllm":
+                    PoolSettings.from_extra_config(connector["kv_connector_extra_config"])
+
+
+def connectors(configuration: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A transfer configuration and its children."""
+    yield configuration
+    for child in configuration["kv_connector_extra_config"].get("connectors", ()):
+        yield from connectors(child)
+
+
+def test_every_event_in_the_log_is_explained() -> None:
+    sources = ROOT.glob("packages/connector/src/**/*.py")
+    said = {event for source in sources for event in re.findall(r"event=(\w+)", source.read_text(encoding="utf-8"))}
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    explained = {
+        event for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for event in re.findall(r"`(\w+)`", row)
+    }
+    assert said == explained
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
