@@ -167,6 +167,14 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def simulate(session: nox.Session) -> None:
+    """The simulated cluster from seeds: `-- --seed N [--profile lite|swarm|soak]` shows one again."""
+    if not session.posargs:
+        DEV.run(session, "pytest", "-n", "auto", "tests/cluster")
+    DEV.run(session, "python", "-m", "tests.cluster", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def engine(session: nox.Session) -> None:
     """The real vLLM engine on a CPU with real Mooncake."""
     missing = ENGINE.mooncake_missing(session)

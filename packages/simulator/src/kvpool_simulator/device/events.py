@@ -79,6 +79,11 @@ class Stream:
         return landed
 
     @property
+    def next_due(self) -> float | None:
+        """When the next piece of work lands, in virtual seconds; None when there is none."""
+        return self._pending[0][0] if self._pending else None
+
+    @property
     def num_pending(self) -> int:
         """Pieces of work that have not landed."""
         return len(self._pending)
