@@ -204,13 +204,18 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists; each wheel installs and imports by itself in a clean environment."""
+    """Wheels and sdists, twice the same; each wheel installs and imports by itself in a clean environment."""
     # By variable, because `build` makes environments of its own for the build backends.
     session.env["PIP_CONSTRAINT"] = str(Path("ci/constraints.txt").absolute())
     session.install("-q", "build", "virtualenv")
-    shutil.rmtree("dist", ignore_errors=True)
-    for name in PACKAGES:
-        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{name}", silent=True)
+    again = Path(session.create_tmp()) / "again"
+    for directory in (Path("dist"), again):
+        shutil.rmtree(directory, ignore_errors=True)
+        for name in PACKAGES:
+            session.run("python", "-m", "build", "--outdir", str(directory), f"packages/{name}", silent=True)
+    differing = [path.name for path in Path("dist").iterdir() if path.read_bytes() != (again / path.name).read_bytes()]
+    if differing:
+        session.error(f"built twice from the same sources, these differ: {sorted(differing)}")
     for name in PACKAGES:
         environment = Path(session.create_tmp()) / f"clean-{name}"
         shutil.rmtree(environment, ignore_errors=True)
