@@ -65,6 +65,7 @@ def _check(
         if (mine := [(b, h) for b, (t, h, _) in zip(ids, wanted, strict=True) if t == tag])
     )
     step = StepMetadata(loads=jobs)
+    side.worker.begin_step(step)
     side.worker.start_loads(step)
     failed = side.worker.take_failed_blocks()
     side.worker.take_report()

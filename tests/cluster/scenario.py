@@ -130,8 +130,8 @@ def _swarm(seed: int, random: Random) -> Scenario:
     transfer = random.choice(("packed", "packed", "direct"))
     longest = max(shape.block_sizes) * shape.pcp * shape.dcp
     mix = Mix(
-        num_documents=random.randint(1, 5),
-        document_tokens=random.choice((3, 8, 12)) * longest,
+        num_documents=random.choice((2, 4, 8)),
+        document_tokens=random.choice((3, 6, 12)) * longest,
         longest_question=random.choice((8, 40, 100)),
         longest_answer=random.choice((4, 12, 40)),
         adapters=random.choice((0.0, 0.3)),
@@ -145,7 +145,7 @@ def _swarm(seed: int, random: Random) -> Scenario:
     # The longest request must fit, or it could never end.
     needed = sum(-(-(2 * mix.document_tokens + 60) // (size * shape.pcp * shape.dcp)) + 2 for size in shape.block_sizes)
     limits = Limits(
-        num_blocks=needed + random.choice((2, 8, 40, 150)),
+        num_blocks=needed + random.choice((2, 2, 8, 30)),
         max_batched_tokens=random.choice((32, 64, 256, 2048)),
         max_requests=random.choice((2, 8, 32)),
         max_chunk=random.choice((None, None, 24, 100)),
@@ -154,24 +154,25 @@ def _swarm(seed: int, random: Random) -> Scenario:
         caching=random.random() < 0.85,
         order=order,
     )
-    sites = [site for site in STORE_SITES if random.random() < 0.3]
+    weather = random.choice(("calm", "rare", "rare", "stormy"))
+    share = {"calm": 0.0, "rare": 0.3, "stormy": 0.25}[weather]
+    sites = [site for site in STORE_SITES if random.random() < share]
     if transfer == "direct" and "never" in sites:
         # A direct load's memory is the transport's until it returns: then somebody must wait.
         sites.remove("never")
-    rates = {site: random.choice((0.01, 0.05, 0.3)) for site in sites}
-    for site, share in (("device_late", 0.2), ("slow", 0.2)):
-        if random.random() < share:
-            rates[site] = random.choice((0.01, 0.1))
-    if random.random() < 0.1:
-        rates = {}
+    choices = (0.002, 0.01, 0.03) if weather == "rare" else (0.02, 0.1, 0.3)
+    rates = {site: random.choice(choices) for site in sites}
+    for site in ("device_late", "slow"):
+        if random.random() < share / 2:
+            rates[site] = random.choice(choices)
     settings: dict[str, Any] = {
         "transfer": transfer,
         "load_async": random.random() < 0.5,
         "save_decode_cache": random.random() < 0.5,
-        "max_queued_blocks": random.choice((8, 100, 16384)),
+        "max_queued_blocks": random.choice((16, 200, 16384, 16384)),
         "load_timeout_s": random.choice((0.05, 1.0, 20.0)),
-        "lookup_timeout_s": random.choice((0.01, 1.0)),
-        "outage_pause_s": random.choice((0.01, 0.5, 5.0)),
+        "lookup_timeout_s": random.choice((0.05, 1.0)),
+        "outage_pause_s": random.choice((0.01, 0.1, 5.0)),
         "fence_timeout_s": random.choice((0.0, 0.005, 0.05)),
     }
     return Scenario(
@@ -180,16 +181,16 @@ def _swarm(seed: int, random: Random) -> Scenario:
         shape,
         limits,
         num_engines=random.choice((1, 1, 2)),
-        num_requests=random.choice((10, 20, 40)),
+        num_requests=random.choice((20, 40, 80)),
         mix=mix,
         timing=Timing(layer_s=random.choice((0.0, 0.0005, 0.01))),
         settings=settings,
         arrival_s=random.choice((0.0, 0.01, 0.1)),
-        latency_s=random.choice((0.0, 0.001, 0.02, 0.2)),
+        latency_s=random.choice((0.0, 0.001, 0.005, 0.05)),
         rates=rates,
-        lease_ms=random.choice((1, 200, 10_000)),
-        spare_objects=random.choice((None, None, 20, 200)),
-        events=tuple(event for event in EVENTS if random.random() < 0.12),
+        lease_ms=random.choice((1, 200, 10_000, 10_000)),
+        spare_objects=random.choice((None, None, None, 50, 500)),
+        events=tuple(event for event in EVENTS if random.random() < share / 3),
     )
 
 

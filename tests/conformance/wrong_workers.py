@@ -160,3 +160,27 @@ plant(
     lambda self: set(),
     "test_worker:test_d10_an_ended_request_is_let_go_within_the_step",
 )
+wrap(
+    "a load writes what the device still writes",
+    loader.Loader,
+    "start",
+    lambda right, self, request_id, loads, event: right(self, request_id, loads, Landed()),
+    "test_worker:test_a25_a_load_behind_a_device_that_is_late_fails",
+)
+plant(
+    "a save that was withdrawn counts as an outage",
+    transfer,
+    "spread",
+    lambda granted, statuses: [
+        (*statuses, Status.TIMEOUT)[sum(granted[:i]) if g else -1] for i, g in enumerate(granted)
+    ],
+    "test_worker:test_a_withdrawn_save_is_no_outage",
+    mode="packed",
+)
+wrap(
+    "a load without an answer says nothing of the store",
+    outage.Outage,
+    "note",
+    lambda right, self, statuses: right(self, [status for status in statuses if status is not Status.TIMEOUT]),
+    "test_worker:test_d15_a_load_that_is_late_is_an_outage_before_the_store_answers",
+)

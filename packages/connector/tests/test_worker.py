@@ -289,6 +289,82 @@ def test_a5_what_has_not_landed_is_not_stored() -> None:
         assert worker.worker.counters.totals()["save_blocks_dropped_device_late"] == 1
 
 
+class GatedEvent:
+    """Happens when told."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+        self.waited_for = threading.Event()
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waited_for.set()
+        return self.happened.wait(timeout_s)
+
+
+class GatedDevice(HostDevice):
+    """A device whose work until now lands when told."""
+
+    def __init__(self) -> None:
+        self.events: list[GatedEvent] = []
+
+    def record_event(self):  # type: ignore[no-untyped-def]
+        self.events.append(GatedEvent())
+        return self.events[-1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a25_a_load_comes_after_what_steps_in_flight_still_write(mode: str) -> None:
+    device = GatedDevice()
+    with rig(device=device, transfer=mode) as worker:
+        worker.fill(1, 1)
+        worker.save({1: 1})
+        device.events[-1].happened.set()
+        worker.drain()
+        worker.load({2: 1}, between_steps=True)
+        assert device.events[-1].waited_for.wait(10)
+        # A step that was planned before the block changed hands.
+        worker.fill(2, 99)
+        assert worker.worker.take_loaded() == (set(), set())
+        device.events[-1].happened.set()
+        assert worker.wait_loaded() == ({"r"}, set())
+        assert worker.read(2) == worker.expected(1)
+
+
+def test_a25_a_load_behind_a_device_that_is_late_fails() -> None:
+    with rig() as worker:
+        worker.fill(1, 1)
+        worker.save({1: 1})
+        worker.drain()
+        worker.worker._device = LateDevice()
+        worker.load({2: 1})
+        assert worker.worker.take_failed_blocks() == {2}
+        assert worker.read(2) == bytes(len(worker.read(2)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_withdrawn_save_is_no_outage(mode: str) -> None:
+    with rig(transfer=mode, fence_timeout_s=0) as worker:
+        worker.store.gates["exist"] = threading.Event()
+        worker.save({1: 1})
+        worker.worker.begin_step(StepMetadata(overwritten=frozenset({1})))
+        worker.store.gates["exist"].set()
+        worker.drain()
+        worker.save({2: 2})
+        worker.drain()
+        counts = worker.worker.counters.totals()
+        assert (counts["save_blocks_withdrawn"], counts["save_blocks_stored"]) == (1, 1)
+
+
+def test_d15_a_load_that_is_late_is_an_outage_before_the_store_answers() -> None:
+    with rig(load_timeout_s=0.01, outage_pause_s=100) as worker:
+        worker.store.gates["get"] = threading.Event()
+        worker.load({1: 1})
+        assert worker.worker.take_failed_blocks() == {1}
+        worker.save({2: 2})
+        worker.drain()
+        assert worker.worker.counters.totals()["save_blocks_dropped_outage"] == 1
+
+
 def test_c5_only_missing_blocks_are_put() -> None:
     with rig() as worker:
         worker.save({1: 1, 2: 2})

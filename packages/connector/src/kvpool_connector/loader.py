@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from kvpool_connector.contract.clock import Clock
+from kvpool_connector.contract.device import Event
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.outage import Outage
@@ -34,18 +35,22 @@ class GroupLoad:
 class Load:
     """A load under way; a `kvpool_connector.transfer.Hold` that can be withdrawn."""
 
-    def __init__(self, request_id: str, deadline: float) -> None:
+    def __init__(self, request_id: str, deadline: float, clock: Clock, event: Event) -> None:
+        """`event`: after it the device writes nothing more into the blocks that was meant for others."""
         self.request_id = request_id
         self.deadline = deadline
+        self._clock = clock
+        self._event = event
         self.batches: list[tuple[Future[list[Status]], Sequence[int]]] = []
         self._changed = threading.Condition()
         self._withdrawn = False
         self._writing = 0
 
     def claim(self, block_ids: Sequence[int]) -> list[bool]:
-        """Leave to write the blocks: all or, once withdrawn, none."""
+        """Leave to write the blocks: all or, once withdrawn or when the device is late, none."""
+        landed = self._event.wait(max(0.0, self.deadline - self._clock.now()))
         with self._changed:
-            if self._withdrawn or not block_ids:
+            if self._withdrawn or not landed or not block_ids:
                 return [False] * len(block_ids)
             self._writing += 1
             return [True] * len(block_ids)
@@ -101,9 +106,9 @@ class Loader:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(BATCHES_IN_FLIGHT, thread_name_prefix="kvpool-loader")
 
-    def start(self, request_id: str, loads: Sequence[GroupLoad]) -> Load:
-        """Begin to fill blocks."""
-        load = Load(request_id, self._clock.now() + self._timeout_s)
+    def start(self, request_id: str, loads: Sequence[GroupLoad], event: Event) -> Load:
+        """Begin to fill blocks; none is written before `event` has happened."""
+        load = Load(request_id, self._clock.now() + self._timeout_s, self._clock, event)
         for group in loads:
             for part in parts(len(group.keys), BATCH_BLOCKS):
                 keys, block_ids = group.keys[part], group.block_ids[part]
@@ -122,6 +127,8 @@ class Loader:
                 future.cancel()
             load.withdraw()
         failed, reasons = load.failed_blocks()
+        # A store that has not answered in time is as good as down, though its answer may come yet.
+        self._outage.note([Status.TIMEOUT] * reasons[Status.TIMEOUT])
         total = sum(len(block_ids) for _, block_ids in load.batches)
         self._counters.add("load_blocks_ok", total - len(failed))
         for status, count in reasons.items():

@@ -50,7 +50,7 @@ class Transfer(Protocol):
     def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
         """Store block `block_ids[i]` under `keys[i]`.
 
-        `OK` written, `EXISTS` was there, `TIMEOUT` no leave or no staging in time, else what the store said.
+        `OK` written, `EXISTS` was there, `WITHDRAWN` no leave, `TIMEOUT` no staging in time, else what the store said.
         """
         ...
 
@@ -141,7 +141,7 @@ class PackedTransfer:
         finally:
             hold.release([block_id for block_id, leave in zip(ids, granted, strict=True) if leave])
         return [
-            status if leave or not status.ok else Status.TIMEOUT
+            status if leave or not status.ok else Status.WITHDRAWN
             for status, leave in zip(statuses, granted, strict=True)
         ]
 
@@ -201,9 +201,9 @@ def statuses_of(call: Callable[..., list[Status]], keys: Sequence[str], *argumen
 
 
 def spread(granted: Sequence[bool], statuses: Sequence[Status]) -> list[Status]:
-    """One status for every block: what was not granted timed out."""
+    """One status for every block: what was not granted was withdrawn."""
     given = iter(statuses)
-    return [next(given) if leave else Status.TIMEOUT for leave in granted]
+    return [next(given) if leave else Status.WITHDRAWN for leave in granted]
 
 
 def parts(count: int, size: int) -> Iterator[slice]:

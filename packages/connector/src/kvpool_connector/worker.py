@@ -14,7 +14,7 @@ from typing import Any
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
-from kvpool_connector.contract.device import Device
+from kvpool_connector.contract.device import Device, Event
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.shards import RankShards, Shard
@@ -68,6 +68,7 @@ class PoolWorker:
         self._loader: Loader | None = None
         self._step_loads: list[Load] = []
         self._open_loads: list[Load] = []
+        self._before_step: Event | None = None
         self._failed_blocks: set[int] = set()
         self._saved_requests: set[str] = set()
         self._report = LoadReport()
@@ -142,11 +143,15 @@ class PoolWorker:
             self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(blocks))
             self._saved_requests.update(job.request_id for job in final)
         self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(step.overwritten))
+        if step.loads:
+            # A step in flight may still write blocks whose request has ended; a load must come behind it.
+            self._before_step = self._device.record_event()
 
     def start_loads(self, step: StepMetadata) -> None:
         """Begin this step's loads; return when those that the step computes on have ended, well or not."""
         for job in step.loads:
-            load = self._loads().start(job.request_id, self._group_loads(job))
+            assert self._before_step is not None, "begin_step() comes first"
+            load = self._loads().start(job.request_id, self._group_loads(job), self._before_step)
             (self._open_loads if job.between_steps else self._step_loads).append(load)
         for load in self._step_loads:
             self._note(load, self._loads().finish(load))

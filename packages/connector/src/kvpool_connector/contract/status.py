@@ -26,6 +26,8 @@ class Status(Enum):
     """The store refused the arguments. Nothing was written."""
     TIMEOUT = "timeout"
     """No answer within the limit. The destination is dirty until the transport has returned."""
+    WITHDRAWN = "withdrawn"
+    """The blocks were needed otherwise before they were touched. Of the store it says nothing."""
     UNAVAILABLE = "unavailable"
     """The store, the owner of the bytes or the transport failed. The destination is dirty."""
 

@@ -36,7 +36,8 @@ class Timing:
     host_s: float = 0.0001
     """Planning a step."""
     idle_s: float = 0.001
-    """Until the engine looks for new requests when it has none."""
+    """Until the engine looks again when it has nothing to compute; twice as long each time, up to `longest_idle_s`."""
+    longest_idle_s: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Engine:
 
     def run(self) -> None:
         """Steps until told to stop."""
+        idle_s = self.timing.idle_s
         depth = 2 if self.scheduler.limits.asynchronous else 1
         in_flight: deque[tuple[Step, ConnectorOutput, Event]] = deque()
         while True:
@@ -143,6 +145,12 @@ class Engine:
                 self._tasks.sleep(self.timing.host_s)
                 step = self.scheduler.schedule()
                 in_flight.append((step, *self._execute(step)))
+                if step.parts:
+                    idle_s = self.timing.idle_s
+                elif self.scheduler.requests:
+                    # vLLM spins here; that many steps would show nothing new.
+                    self._tasks.sleep(idle_s)
+                    idle_s = min(2 * idle_s, self.timing.longest_idle_s)
                 if len(in_flight) < depth and step.parts:
                     continue
             elif not in_flight:
