@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvpool_connector.contract.device import Buffer, Copier
+from kvpool_connector.contract.device import Buffer, Checksums, Copier
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.host import HostDevice
 from kvpool_simulator.device import Event
@@ -48,6 +48,9 @@ class SimulatedDevice:
 
     def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> Copier:
         return SharedCopier(self._host.copier(layout, kv_caches, staging), self._tasks)
+
+    def checksums(self, layout: ShardLayout, staging: Buffer) -> Checksums:
+        return self._host.checksums(layout, staging)
 
 
 class SharedCopier:

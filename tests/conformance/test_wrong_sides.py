@@ -10,7 +10,7 @@ import pytest
 from kvpool_connector.contract.errors import KVPoolError
 
 # These enter their mistakes into the table.
-from tests.conformance import wrong_schedulers, wrong_workers  # noqa: F401
+from tests.conformance import wrong_integrity, wrong_schedulers, wrong_workers  # noqa: F401
 from tests.conformance.wrong_sides import WRONG_SIDES, WrongSide
 
 

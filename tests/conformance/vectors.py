@@ -11,12 +11,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from kvpool_conformance.cases import NAMED_CASES, Deployment
 from kvpool_connector.contract.descriptor import FORMAT_VERSION
 from kvpool_simulator.device import allocate
 from kvpool_simulator.device.content import page_content
 from tests.targets.caches import cache_spec, content_name
-from tests.targets.node import block_hash
 from tests.targets.simulator import SimulatorTarget, simulator
 
 PATH = Path(__file__).with_name("vectors.json")
@@ -28,19 +29,27 @@ DEPLOYMENTS: dict[str, tuple[Deployment, int]] = {
     **{f"mha tp{tp} rank{tp - 1}": (Deployment(NAMED_CASES["mha"], tp_size=tp), tp - 1) for tp in (2, 4, 8, 16)},
     **{f"sparse-split tp{tp}": (Deployment(NAMED_CASES["sparse-split"], tp_size=tp), tp - 1) for tp in (2, 8)},
     "gqa direct": (Deployment(NAMED_CASES["gqa"], transfer="direct"), 0),
+    "sparse-bundled-c8 checksums": (Deployment(NAMED_CASES["sparse-bundled-c8"], integrity="on"), 0),
 }
 
 
-def expected_object(deployment: Deployment, rank: int) -> bytes:
-    """The oracle: entries as registered, tensors in order, pages one after the other."""
+def expected_pages(deployment: Deployment, rank: int) -> list[bytes]:
+    """The oracle: entries as registered, tensors in order."""
     spec = cache_spec(deployment.case, deployment.tp_size, rank)
     caches = allocate(spec, 1)
-    whole = b""
-    for entry in spec.entries:
-        if entry.same_as is None:
-            for place in caches.places[entry.layer_name]:
-                whole += page_content(place, content_name(entry.layer_name), CONTENT).tobytes()
-    return whole
+    return [
+        page_content(place, content_name(entry.layer_name), CONTENT).tobytes()
+        for entry in spec.entries
+        if entry.same_as is None
+        for place in caches.places[entry.layer_name]
+    ]
+
+
+def expected_object(deployment: Deployment, rank: int) -> bytes:
+    """The pages, one after the other, then a checksum of each where there are any."""
+    pages = expected_pages(deployment, rank)
+    checksums = [] if deployment.integrity == "off" else [xxhash.xxh3_64_digest(page) for page in pages]
+    return b"".join([*pages, *checksums])
 
 
 def stored_object(target: SimulatorTarget, deployment: Deployment, rank: int) -> tuple[str, bytes]:
@@ -50,10 +59,7 @@ def stored_object(target: SimulatorTarget, deployment: Deployment, rank: int) ->
         with target.node(deployment, writer) as node:
             node.fill({BLOCK: CONTENT})
             node.save({BLOCK: CONTENT})
-        (shards,) = [s for s in target._announced[deployment] if s.rank.tp == rank]
-        shard = shards.shard(0)
-        assert shard is not None
-        key = shard.key(block_hash(CONTENT))
+        key = target.key(deployment, rank, CONTENT)
     found = target.peek(key)
     assert found is not None, f"{deployment}: nothing is stored under {key}"
     return key, found

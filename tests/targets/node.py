@@ -48,6 +48,7 @@ class LocalNode:
         settings = {
             "namespace": deployment.namespace,
             "transfer": deployment.transfer,
+            "integrity": deployment.integrity,
             "staging_bytes": staging_bytes,
             "load_timeout_s": 60,
         }

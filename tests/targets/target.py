@@ -89,12 +89,16 @@ class Target:
         self._idle.append(process)
 
     def lose(self, deployment: Deployment, rank: int, content: str) -> None:
+        with self.open() as store:
+            (status,) = store.remove([self.key(deployment, rank, content)], force=True)
+            assert status.ok, f"removing the object of {content!r}: {status}"
+
+    def key(self, deployment: Deployment, rank: int, content: str) -> str:
+        """The key of the object that a rank of a deployment, whose node there was, loads for a content."""
         (shards,) = [shards for shards in self._announced[deployment] if shards.rank.tp == rank]
         shard = shards.shard(0)
         assert shard is not None
-        with self.open() as store:
-            (status,) = store.remove([shard.key(block_hash(content))], force=True)
-            assert status.ok, f"removing the object of {content!r}: {status}"
+        return shard.key(block_hash(content))
 
     def close(self) -> None:
         """End the other processes and close the lent clients."""

@@ -79,3 +79,30 @@ def test_blocks_are_copied_out_and_in(ascend: Any) -> None:
     assert torch.equal(raw[holes], pages[1][0][holes])
     view = raw.view(8, 100)[:, :64]
     assert torch.equal(view[[0, 1, 4, 5]], pages[1][0].view(8, 100)[[6, 7, 2, 3], :64])
+
+
+def test_checksums_notice_any_flipped_bit_and_name_its_component(ascend: Any) -> None:
+    caches = {
+        "model.layers.0.attn": (torch.rand(4, 4, 1, 8), torch.randint(0, 99, (4, 4, 1, 3), dtype=torch.int8)),
+        "model.layers.1.attn": (torch.rand(4, 4, 1, 8), torch.randint(0, 99, (4, 4, 1, 5), dtype=torch.int8)),
+    }
+    (layout,) = read_layouts(caches, [GroupSpec(tuple(caches), 4, 4)])
+    sizes = [component.page_bytes for component in layout.components]
+    assert any(size % 8 for size in sizes), "a page that ends within a word"
+    staging = ascend.allocate(4 * layout.object_bytes + 4 * 8 * len(sizes), 2 << 20)
+    memory, trailers = staging.owner, staging.address + 4 * layout.object_bytes
+    ascend.copier(layout, caches, staging).gather([3, 1, 0, 2], staging.address)
+    checksums = ascend.checksums(layout, staging)
+    checksums.write(staging.address, 4, trailers)
+    assert [checksums.differing(staging.address, i, trailers) for i in range(4)] == [[]] * 4
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    for k, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        for byte in (0, size // 2, size - 1):
+            for bit in (0, 7):
+                at = 2 * layout.object_bytes + start + byte
+                memory[at] ^= 1 << bit
+                assert [checksums.differing(staging.address, i, trailers) for i in range(4)] == [[], [], [k], []]
+                memory[at] ^= 1 << bit
+    swapped = memory[:8].clone()
+    memory[:8], memory[8:16] = memory[8:16].clone(), swapped
+    assert checksums.differing(staging.address, 0, trailers) == [0]

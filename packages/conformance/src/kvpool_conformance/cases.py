@@ -56,6 +56,8 @@ class Deployment:
     namespace: str = "default"
     transfer: str = "auto"
     """`auto`, `packed` or `direct`, where the backend offers both."""
+    integrity: str = "off"
+    """`off`, `sampled` or `on`, where the backend keeps checksums."""
 
     def with_case(self, **changes: object) -> Deployment:
         """The same with other caches."""

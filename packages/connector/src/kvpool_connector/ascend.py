@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch_npu  # noqa: F401  (its import makes torch.npu)
 
-from kvpool_connector.contract.device import Buffer
+from kvpool_connector.contract.device import CHECKSUM_BYTES, Buffer
 from kvpool_connector.contract.errors import LayoutError
 from kvpool_connector.contract.layout import ShardLayout
 
@@ -61,6 +61,58 @@ class AscendDevice:
     def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> AscendCopier:
         """See `kvpool_connector.contract.device.Device`."""
         return AscendCopier(layout, kv_caches, staging)
+
+    def checksums(self, layout: ShardLayout, staging: Buffer) -> AscendChecksums:
+        """See `kvpool_connector.contract.device.Device`."""
+        return AscendChecksums(layout, staging)
+
+
+class AscendChecksums:
+    """Sums of each component's 64-bit words, each word times its own odd number, modulo 2**64, made on the device.
+
+    An odd factor keeps every flipped bit in the sum; factors that differ notice words in other places.
+    """
+
+    algorithm = "sum-64"
+
+    def __init__(self, layout: ShardLayout, staging: Buffer) -> None:
+        self._object_bytes = layout.object_bytes
+        self._sizes = [component.page_bytes for component in layout.components]
+        self._staging = staging
+        self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
+        self._stream = npu.Stream()
+        words = -(-max(self._sizes) // CHECKSUM_BYTES)
+        self._factors = torch.arange(words, dtype=torch.int64, device=self._memory.device) * 2 + 1
+
+    def write(self, address: int, count: int, target: int) -> None:
+        """See `kvpool_connector.contract.device.Checksums`."""
+        with npu.stream(self._stream):
+            for i in range(count):
+                self._stored(i, target).copy_(self._sums(address, i).view(torch.uint8))
+            self._stream.synchronize()
+
+    def differing(self, address: int, index: int, target: int) -> list[int]:
+        """See `kvpool_connector.contract.device.Checksums`."""
+        with npu.stream(self._stream):
+            stored = self._stored(index, target).clone().view(torch.int64)
+            found: list[int] = torch.nonzero(stored != self._sums(address, index)).flatten().tolist()
+            return found
+
+    def _stored(self, index: int, target: int) -> torch.Tensor:
+        size = CHECKSUM_BYTES * len(self._sizes)
+        start = target - self._staging.address + index * size
+        return self._memory[start : start + size]
+
+    def _sums(self, address: int, index: int) -> torch.Tensor:
+        start = address - self._staging.address + index * self._object_bytes
+        sums = []
+        for size in self._sizes:
+            # Pages begin anywhere and end anywhere; words are read from a copy that is filled up with zeros.
+            page = self._memory[start : start + size]
+            start += size
+            whole = torch.nn.functional.pad(page, (0, -page.numel() % CHECKSUM_BYTES)).clone().view(torch.int64)
+            sums.append((whole * self._factors[: whole.numel()]).sum())
+        return torch.stack(sums)
 
 
 class AscendCopier:

@@ -12,9 +12,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvpool_connector.contract.errors import ConfigError
 
@@ -153,6 +153,8 @@ class PoolSettings(_Settings):
     """Identity of the weights; the engine's model path where it is not set."""
     transfer: Literal["auto", "direct", "packed"] = "auto"
     """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache."""
+    integrity: Literal["off", "sampled", "on"] = "off"
+    """Checksums in every object, compared at every load or at one in sixteen."""
     staging_bytes: Size = 256 * MIB
     """Bound of the staging area of one worker."""
     max_buffers_per_call: Annotated[int, Field(ge=1)] = 1900
@@ -170,6 +172,15 @@ class PoolSettings(_Settings):
     """After a sign of outage the store is not asked again for this long."""
     drain_timeout_s: Seconds = 10.0
     """How long a shutdown waits for queued saves."""
+
+    @model_validator(mode="after")
+    def _checksums_are_made_in_staging(self) -> Self:
+        if self.integrity != "off" and self.transfer == "direct":
+            raise ValueError(
+                f'integrity = {self.integrity!r} needs the staging area; set transfer to "packed" or "auto", or '
+                'integrity to "off"'
+            )
+        return self
 
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> PoolSettings:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvpool_connector.contract.device import Buffer
+from kvpool_connector.contract.device import CHECKSUM_BYTES, Buffer
 from kvpool_connector.contract.layout import ShardLayout
 
 Bytes = NDArray[np.uint8]
@@ -41,6 +43,41 @@ class HostDevice:
     def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> HostCopier:
         """See `kvpool_connector.contract.device.Device`; in host memory addresses are enough."""
         return HostCopier(layout)
+
+    def checksums(self, layout: ShardLayout, staging: Buffer) -> HostChecksums:
+        """See `kvpool_connector.contract.device.Device`; in host memory addresses are enough."""
+        return HostChecksums(layout)
+
+
+class HostChecksums:
+    """XXH3 of each component, which reads memory as fast as it can be read and lets other threads run meanwhile."""
+
+    algorithm = "xxh3-64"
+
+    def __init__(self, layout: ShardLayout) -> None:
+        self._object_bytes = layout.object_bytes
+        ends = list(itertools.accumulate(component.page_bytes for component in layout.components))
+        self._bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def write(self, address: int, count: int, target: int) -> None:
+        """See `kvpool_connector.contract.device.Checksums`."""
+        for i in range(count):
+            for k, digest in enumerate(self._digests(address, i)):
+                ctypes.memmove(target + CHECKSUM_BYTES * (i * len(self._bounds) + k), digest, CHECKSUM_BYTES)
+
+    def differing(self, address: int, index: int, target: int) -> list[int]:
+        """See `kvpool_connector.contract.device.Checksums`."""
+        size = CHECKSUM_BYTES * len(self._bounds)
+        stored = ctypes.string_at(target + index * size, size)
+        return [
+            k
+            for k, digest in enumerate(self._digests(address, index))
+            if digest != stored[k * CHECKSUM_BYTES : (k + 1) * CHECKSUM_BYTES]
+        ]
+
+    def _digests(self, address: int, index: int) -> Iterator[bytes]:
+        pages = _memory(address + index * self._object_bytes, self._object_bytes).data
+        return (xxhash.xxh3_64_digest(pages[start:end]) for start, end in self._bounds)
 
 
 class HostCopier:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from kvpool_connector.contract.device import Copier
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces, Store
+from kvpool_connector.integrity import Integrity
 from kvpool_connector.planner import Planner
 from kvpool_connector.staging import Staging
 
@@ -94,15 +96,25 @@ class DirectTransfer:
 
 
 class PackedTransfer:
-    """Through a staging chunk: one address a block."""
+    """Through a staging chunk: one address a block, and one for its checksums where there are any."""
 
-    def __init__(self, store: Store, layout: ShardLayout, copier: Copier, staging: Staging, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        layout: ShardLayout,
+        copier: Copier,
+        staging: Staging,
+        timeout_s: float,
+        integrity: Integrity | None = None,
+    ) -> None:
         self._store = store
         self._copier = copier
         self._staging = staging
         self._timeout_s = timeout_s
+        self._integrity = integrity
         self._object_bytes = layout.object_bytes
-        self._per_chunk = max(1, min(staging.chunk_bytes // layout.object_bytes, 1024))
+        self._trailer_bytes = integrity.trailer_bytes if integrity else 0
+        self._per_chunk = max(1, min(staging.chunk_bytes // (layout.object_bytes + self._trailer_bytes), 1024))
 
     def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
         """See `Transfer`. The blocks are held only while they are copied out."""
@@ -122,11 +134,20 @@ class PackedTransfer:
                 self._copier.gather(touched, chunk)
         finally:
             hold.release(touched)
+        if self._integrity:
+            self._integrity.seal(chunk, len(touched), self._trailers(chunk))
         wanted = [key for key, leave in zip(keys, granted, strict=True) if leave]
         return spread(granted, statuses_of(self._store.put, wanted, *self._objects(chunk, len(wanted))))
 
     def _load_chunk(self, keys: Sequence[str], ids: Sequence[int], hold: Hold, chunk: int) -> list[Status]:
-        statuses = statuses_of(self._store.get, keys, *self._objects(chunk, len(keys)))
+        statuses = list(statuses_of(self._store.get, keys, *self._objects(chunk, len(keys))))
+        if self._integrity:
+            loaded = [i for i, status in enumerate(statuses) if status.ok]
+            broken = self._integrity.broken(keys, loaded, chunk, self._trailers(chunk))
+            for i in broken:
+                statuses[i] = Status.CORRUPT
+            # As long as it is there it is found again, and nobody puts a right one in its place.
+            statuses_of(partial(self._store.remove, force=True), [keys[i] for i in broken])
         granted = hold.claim(ids)
         try:
             # Runs of neighbours in the chunk are copied at once.
@@ -162,8 +183,17 @@ class PackedTransfer:
         return statuses
 
     def _objects(self, chunk: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
-        size = [self._object_bytes]
-        return [[chunk + i * self._object_bytes] for i in range(count)], [size] * count
+        size, trailers = [self._object_bytes], self._trailers(chunk)
+        addresses = [[chunk + i * self._object_bytes] for i in range(count)]
+        if self._trailer_bytes:
+            size.append(self._trailer_bytes)
+            for i, pieces in enumerate(addresses):
+                pieces.append(trailers + i * self._trailer_bytes)
+        return addresses, [size] * count
+
+    def _trailers(self, chunk: int) -> int:
+        """Where a chunk's checksums begin: behind its last object."""
+        return chunk + self._per_chunk * self._object_bytes
 
 
 def save_missing(

@@ -14,7 +14,7 @@ from typing import Any
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
-from kvpool_connector.contract.device import Device, Event
+from kvpool_connector.contract.device import CHECKSUM_BYTES, Device, Event
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.shards import RankShards, Shard
@@ -22,6 +22,7 @@ from kvpool_connector.contract.store import Store
 from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.fence import Fence
+from kvpool_connector.integrity import SAMPLE_EVERY, Integrity
 from kvpool_connector.loader import GroupLoad, Load, Loader
 from kvpool_connector.lookup_socket import LookupServer
 from kvpool_connector.metadata import LoadJob, LoadReport, SaveJob, StepMetadata
@@ -89,12 +90,12 @@ class PoolWorker:
         for layout, index in zip(read_layouts(kv_caches, [groups[i] for i in held]), held, strict=True):
             layouts[index] = ShardLayout(index, layout.block_size, layout.num_blocks, layout.layers, layout.regions)
         heads, context = self._topology.heads(self._rank), self._topology.context(self._rank)
+        transfers, checksum = self._transfers(layouts, kv_caches)
         descriptors = tuple(
-            Descriptor.of(layout, self._model, heads, context) if layout else None for layout in layouts
+            Descriptor.of(layout, self._model, heads, context, checksum) if layout else None for layout in layouts
         )
         announced = RankShards(self._rank, self._settings.namespace, EPOCH, self._writer, descriptors)
         self._shards = tuple(announced.shard(index) for index in range(len(groups)))
-        transfers = self._transfers(layouts, kv_caches)
         for shard, descriptor in zip(self._shards, descriptors, strict=True):
             if shard and descriptor and self._writer.index == 0:
                 # For people and tools; a pool that is full or down does without.
@@ -106,7 +107,10 @@ class PoolWorker:
         self._loader = Loader(transfers, self._outage, self.counters, self._clock, settings.load_timeout_s)
         return announced
 
-    def _transfers(self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]) -> list[Transfer | None]:
+    def _transfers(
+        self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]
+    ) -> tuple[list[Transfer | None], str]:
+        """A way of moving each group's blocks, and the algorithm of the objects' checksums."""
         held = [layout for layout in layouts if layout]
         if self._settings.transfer == "direct":
             for layout in held:
@@ -121,17 +125,26 @@ class PoolWorker:
                         f"the store did not register the KV cache at {region.address:#x} ({region.num_bytes} bytes): "
                         f"{status}; check the device's limits for registered memory"
                     )
-            return [DirectTransfer(self._store, layout) if layout else None for layout in layouts]
-        largest = max((layout.object_bytes for layout in held), default=1)
+            return [DirectTransfer(self._store, layout) if layout else None for layout in layouts], ""
+        sample_every = SAMPLE_EVERY.get(self._settings.integrity)
+        trailer = CHECKSUM_BYTES if sample_every else 0
+        largest = max((layout.object_bytes + trailer * len(layout.components) for layout in held), default=1)
         staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
         packed: list[Transfer | None] = []
+        algorithm = ""
         for shard_layout in layouts:
             if shard_layout is None:
                 packed.append(None)
                 continue
             copier = self._device.copier(shard_layout, kv_caches, staging.buffer)
-            packed.append(PackedTransfer(self._store, shard_layout, copier, staging, self._settings.load_timeout_s))
-        return packed
+            integrity = None
+            if sample_every:
+                checksums = self._device.checksums(shard_layout, staging.buffer)
+                algorithm, integrity = checksums.algorithm, Integrity(checksums, shard_layout, sample_every)
+            packed.append(
+                PackedTransfer(self._store, shard_layout, copier, staging, self._settings.load_timeout_s, integrity)
+            )
+        return packed, algorithm
 
     def begin_step(self, step: StepMetadata) -> None:
         """Before the step writes anything: let go of the blocks that it will overwrite, and of ended requests'."""

@@ -53,9 +53,13 @@ class Descriptor:
     context: ContextRange
     layers: tuple[LayerContent, ...]
     format_version: int = FORMAT_VERSION
+    checksum: str = ""
+    """Algorithm of the checksums behind the pages; empty, and absent from the JSON, where there are none."""
 
     @classmethod
-    def of(cls, layout: ShardLayout, model: ModelIdentity, heads: HeadRange, context: ContextRange) -> Descriptor:
+    def of(
+        cls, layout: ShardLayout, model: ModelIdentity, heads: HeadRange, context: ContextRange, checksum: str = ""
+    ) -> Descriptor:
         """The descriptor of what `layout` holds."""
         return cls(
             model=model,
@@ -70,11 +74,15 @@ class Descriptor:
                 )
                 for layer in layout.layers
             ),
+            checksum=checksum,
         )
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no white space, ASCII."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        said = asdict(self)
+        if not self.checksum:
+            del said["checksum"]
+        return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     @property
     def fingerprint(self) -> str:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from kvpool_connector.contract.layout import ShardLayout
 
+CHECKSUM_BYTES = 8
+
 
 class Event(Protocol):
     """A point in the device's work."""
@@ -41,6 +43,22 @@ class Copier(Protocol):
         ...
 
 
+class Checksums(Protocol):
+    """Checksums of dense objects of one layout where they lie: `CHECKSUM_BYTES` a component, in object order."""
+
+    algorithm: str
+    """Name of the checksum; what was made by one is compared by no other."""
+
+    def write(self, address: int, count: int, target: int) -> None:
+        """Checksum the objects at `address + i * layout.object_bytes`; those of object `i` go to
+        `target + i * CHECKSUM_BYTES * len(layout.components)`. Returns when they are there."""
+        ...
+
+    def differing(self, address: int, index: int, target: int) -> list[int]:
+        """The components of object `index` whose checksum is not the one at `target`, laid out as by `write`."""
+        ...
+
+
 class Device(Protocol):
     """Memory, order and copies of one device."""
 
@@ -54,4 +72,8 @@ class Device(Protocol):
 
     def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> Copier:
         """Copies between the caches of `layout`, which is read from `kv_caches`, and addresses inside `staging`."""
+        ...
+
+    def checksums(self, layout: ShardLayout, staging: Buffer) -> Checksums:
+        """Checksums of objects inside `staging`."""
         ...

@@ -1,0 +1,51 @@
+"""Checksums of objects: written behind the pages when a block is saved, compared when it is loaded."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+
+from kvpool_connector.contract.device import CHECKSUM_BYTES, Checksums
+from kvpool_connector.contract.layout import ShardLayout
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_EVERY = {"on": 1, "sampled": 16}
+"""By the setting `integrity`: of how many objects loaded one is compared. Every object carries its checksums."""
+
+
+class Integrity:
+    """The checksums of one layout's objects in a staging chunk."""
+
+    def __init__(self, checksums: Checksums, layout: ShardLayout, sample_every: int) -> None:
+        self.trailer_bytes = CHECKSUM_BYTES * len(layout.components)
+        """Bytes behind an object's pages."""
+        self._checksums = checksums
+        self._names = [f"{layer.label}.{component.name}" for layer in layout.layers for component in layer.components]
+        self._sample_every = sample_every
+        self._turns = itertools.count()
+
+    def seal(self, objects: int, count: int, trailers: int) -> None:
+        """Write the checksums of `count` objects at address `objects` to address `trailers`."""
+        self._checksums.write(objects, count, trailers)
+
+    def broken(self, keys: Sequence[str], loaded: Sequence[int], objects: int, trailers: int) -> list[int]:
+        """Which of the `loaded` (indices into `keys` and into the objects) are not what was saved."""
+        found = []
+        for i in loaded:
+            if next(self._turns) % self._sample_every:
+                continue
+            if wrong := self._checksums.differing(objects, i, trailers):
+                found.append(i)
+                logger.debug("event=corrupt key=%s components=%s", keys[i], ",".join(self._names[k] for k in wrong))
+        if found:
+            first = self._checksums.differing(objects, found[0], trailers)
+            logger.error(
+                "event=corrupt_objects count=%d of=%d first=%s components=%s: removed, and computed instead",
+                len(found),
+                len(loaded),
+                keys[found[0]],
+                ",".join(self._names[k] for k in first[:8]),
+            )
+        return found
