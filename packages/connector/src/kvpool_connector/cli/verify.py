@@ -1,0 +1,85 @@
+"""`verify`: objects against their descriptor and, where they carry one, their checksum. Nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool_connector.cli.contents import foreign_lines
+from kvpool_connector.cli.inventory import ShardObjects, parsed, read_descriptors, take_inventory
+from kvpool_connector.cli.output import Answer, CommandError, Exit, Rows
+from kvpool_connector.cli.session import Session
+from kvpool_connector.contract.descriptor import Descriptor
+from kvpool_connector.contract.keys import Key
+from kvpool_connector.contract.store import Store
+
+
+def verify(session: Session, texts: Sequence[str], namespace: str | None, *, read: bool) -> Answer:
+    """Check named keys, or all of a namespace. Without `read` only sizes are compared, and no object is leased."""
+    if bool(texts) == bool(namespace):
+        raise CommandError("name keys, or a namespace with --namespace NAME; not both")
+    named = [parsed(text) for text in texts]
+    endpoint = session.master_endpoint()
+    inventory = take_inventory(endpoint.keys() if namespace else texts)
+    shards = inventory.of(namespace)
+    if namespace and not shards and not inventory.foreign_in(namespace):
+        raise CommandError(f"the pool holds nothing of namespace {namespace!r}; `kvpool stat` lists what it holds")
+    faults: list[tuple[str, str]] = []
+    unchecked: list[str] = []
+    checked = 0
+    with session.store() as store:
+        for objects in shards:
+            if not namespace:
+                objects.trouble = "descriptor not read"
+            read_descriptors(store, [objects])
+            keys = objects.blocks
+            if objects.trouble:
+                kind = faults if "corrupt" in objects.trouble or "another's" in objects.trouble else None
+                if kind is not None:
+                    kind.append((objects.shard.descriptor_key(), objects.trouble))
+                else:
+                    unchecked.append(f"{objects.shard.descriptor_key()}: {objects.trouble}; {len(keys)} unchecked")
+                continue
+            checked += len(keys) + 1
+            faults += _check(store, endpoint.sizes([str(key) for key in keys]), objects, read=read)
+    foreign = inventory.foreign_in(namespace)
+    lines = [f"{checked} objects checked{'' if read else ' by size'}, {len(faults)} wrong", *unchecked]
+    if faults:
+        lines.append("A wrong object is a miss or a failed block to every engine, never an answer; nothing was changed")
+    exit_ = Exit.ERROR if faults or foreign else Exit.LOOK if unchecked else Exit.WELL
+    return Answer(
+        {
+            "checked": checked,
+            "named": len(named),
+            "wrong": [{"key": key, "why": why} for key, why in faults],
+            "unchecked": unchecked,
+            "foreign": foreign,
+        },
+        [Rows("wrong objects", ("key", "why"), list(faults))] if faults else [],
+        lines + foreign_lines(foreign),
+        exit_,
+    )
+
+
+def _check(store: Store, sizes: dict[str, int], objects: ShardObjects, *, read: bool) -> list[tuple[str, str]]:
+    descriptor = objects.descriptor
+    assert descriptor is not None
+    faults = []
+    for key in objects.blocks:
+        why = _fault(store, key, sizes.get(str(key)), descriptor, read=read)
+        if why:
+            faults.append((str(key), why))
+    return faults
+
+
+def _fault(store: Store, key: Key, size: int | None, descriptor: Descriptor, *, read: bool) -> str:
+    expected = descriptor.object_bytes
+    if size is None:
+        return "not in the pool"
+    if size != expected:
+        return f"has {size} bytes; its descriptor promises {expected}"
+    if not read:
+        return ""
+    status, value = store.read(str(key))
+    if not status.ok:
+        return f"cannot be read: {status.value}"
+    return "" if len(value) == expected else f"{len(value)} bytes were read of {expected}"

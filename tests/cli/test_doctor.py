@@ -1,0 +1,142 @@
+"""`doctor` and `bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool_connector.cli.finding import Level
+from kvpool_connector.cli.machine import hash_seed, locked_memory, memory
+from kvpool_connector.config import GIB, PoolSettings, StoreSettings
+from tests.cli.pool import SEED, Pool, fill
+
+FAST = ("--model", "qwen3-8b", "--blocks", "1", "--extra-config", '{"max_bytes_per_call": "20MB"}')
+
+
+def by_check(answer: Any) -> dict[str, Any]:
+    return {finding["check"]: finding for finding in answer["findings"]}
+
+
+def test_a_pool_in_order(pool: Pool) -> None:
+    environ = {"MOONCAKE_MASTER": pool.address, "PYTHONHASHSEED": SEED, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "16MB"}
+    before = pool.keys()
+    found = by_check(pool.ask("doctor", *FAST, environ=environ, status=1 if tight(pool, environ) else 0))
+    assert found["self-test"]["level"] == "ok"
+    assert "byte for byte" in found["self-test"]["what"]
+    assert found["registration"]["level"] == found["endpoint"]["level"] == "ok"
+    assert found["lease"]["level"] == "ok"
+    assert pool.keys() == before
+
+
+def tight(pool: Pool, environ: dict[str, str]) -> bool:
+    """Whether this machine's own memory is a warning."""
+    settings = StoreSettings.from_environment(environ)
+    return memory(settings, PoolSettings(), 1).level is not Level.WELL
+
+
+def test_a_short_lease_is_found(pool: Pool) -> None:
+    found = by_check(pool.ask("doctor", *FAST[:-1], '{"max_bytes_per_call": "1GB"}', status=1))
+    assert found["lease"]["level"] == "warning"
+    assert "--default_kv_lease_ttl 11737" in found["lease"]["remedy"]
+
+
+def test_an_unreachable_master_ends_in_findings(pool: Pool) -> None:
+    answer = pool.ask("doctor", *FAST, status=2, environ={"MOONCAKE_MASTER": "127.0.0.1:1"}, endpoint="127.0.0.1:1")
+    found = by_check(answer)
+    assert found["client"]["level"] == found["endpoint"]["level"] == "error"
+    assert "127.0.0.1:1" in found["client"]["remedy"]
+    assert found["self-test"]["level"] == "not checked"
+    assert found["hash seed"]["level"] == "warning"
+    for finding in answer["findings"]:
+        if finding["level"] in ("warning", "error"):
+            assert all(finding[name] for name in ("what", "why", "remedy")), finding
+
+
+def test_a_wrong_configuration_is_a_finding(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"master_server_address": pool.address, "protocoll": "tcp"}))
+    found = by_check(pool.ask("doctor", *FAST, "--config", str(path), status=2))
+    assert "nearest known one is 'protocol'" in found["configuration"]["remedy"]
+    assert found["client"]["level"] == "not checked"
+
+
+def test_other_bytes_than_stored_are_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpool_connector.host import HostCopier
+
+    right = HostCopier.gather
+    monkeypatch.setattr(HostCopier, "gather", lambda self, ids, at: right(self, [1 - i for i in ids], at))
+    found = by_check(pool.ask("doctor", "--model", "qwen3-8b", "--blocks", "2", status=2))
+    assert "other bytes" in found["self-test"]["what"]
+
+
+def test_foreign_objects_in_the_namespace_are_a_finding(pool: Pool, namespace: str, foreign: str) -> None:
+    extra = json.dumps({"max_bytes_per_call": "20MB", "namespace": namespace})
+    found = by_check(pool.ask("doctor", *FAST[:-1], extra, status=1))
+    assert found["namespace"]["level"] == "warning"
+    assert foreign in found["namespace"]["what"]
+
+
+def test_deployments_that_do_not_share_are_a_finding(pool: Pool, namespace: str) -> None:
+    fill(pool, namespace, [1, 2, 3, 4], tp_size=1)
+    fill(pool, namespace, [1, 2, 3, 4], tp_size=2)
+    extra = json.dumps({"max_bytes_per_call": "20MB", "namespace": namespace})
+    found = by_check(pool.ask("doctor", *FAST[:-1], extra, status=1))
+    assert "2 kinds of deployment of 1 models" in found["namespace"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--extra-config", "{"], "not JSON"),
+        (["--extra-config", "[]"], "expected a JSON object"),
+        (["--extra-config", '{"staging": 1}'], "staging_bytes"),
+        (["--model", "gpt-2"], "not listed"),
+        (["--endpoint", "here"], "host:port"),
+    ],
+)
+def test_wrong_options_are_named(pool: Pool, options: list[str], word: str) -> None:
+    answer = pool.ask("doctor", *options, "--blocks", "1", status=2)
+    assert word in answer.get("error", json.dumps(answer))
+
+
+def test_bench_measures_three_ways_and_leaves_nothing(pool: Pool) -> None:
+    before = pool.keys()
+    found = pool.ask("bench", "--model", "qwen3-8b", "--blocks", "2", "--repeats", "1", "--tensor-parallel-size", "8")
+    assert set(found["bytes_per_s"]) == {"raw store", "connector, packed", "connector, direct"}
+    assert found["object_bytes"] == 36 * 2 * 128 * 128 * 2
+    assert all(speed > 0 for both in found["bytes_per_s"].values() for speed in both.values())
+    assert pool.keys() == before
+
+
+@pytest.mark.parametrize(("tp_size", "word"), [("3", "splits the 8 KV heads")])
+def test_bench_names_what_it_cannot_do(pool: Pool, tp_size: str, word: str) -> None:
+    assert word in pool.ask("bench", "--model", "qwen3-8b", "--tensor-parallel-size", tp_size, status=2)["error"]
+    assert "127.0.0.1:1" in pool.ask("bench", "--model", "qwen3-8b", "--master", "127.0.0.1:1", status=2)["error"]
+
+
+def test_segments_of_all_ranks_are_held_against_memory() -> None:
+    settings = StoreSettings(master_server_address="a:1", global_segment_size=16 * GIB)
+    meminfo = "MemTotal: 268435456 kB\nMemAvailable: 201326592 kB\n"
+    assert memory(settings, PoolSettings(), 8, meminfo).level is Level.WELL
+    assert memory(settings, PoolSettings(), 11, meminfo).level is Level.WARNING
+    too_much = memory(settings, PoolSettings(), 16, meminfo)
+    assert too_much.level is Level.ERROR
+    room = int(too_much.remedy.split("at most ")[1].split("MB")[0]) << 20
+    assert memory(settings.model_copy(update={"global_segment_size": room}), PoolSettings(), 16, meminfo).level is (
+        Level.WELL
+    )
+
+
+def test_locked_memory_matters_where_the_transport_locks() -> None:
+    settings = StoreSettings(master_server_address="a:1", protocol="rdma")
+    assert locked_memory(settings, 1, 8 << 20).level is Level.ERROR
+    assert locked_memory(settings, 1, 8 * GIB).level is Level.WELL
+    assert locked_memory(settings.model_copy(update={"protocol": "tcp"}), 1, 0).level is Level.WELL
+
+
+@pytest.mark.parametrize(("seed", "level"), [("0", Level.WELL), ("", Level.WARNING), ("random", Level.ERROR)])
+def test_the_hash_seed_is_a_number(seed: str, level: Level) -> None:
+    assert hash_seed({"PYTHONHASHSEED": seed}).level is level
