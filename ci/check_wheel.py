@@ -10,6 +10,8 @@ import sys
 HOSTS = ("torch", "vllm", "mooncake", "torch_npu")
 EDGES = {"kvpool_connector.vllm", "kvpool_connector.ascend"}
 """Modules that need their host to be imported."""
+EXTRA = "kvpool_connector.cli."
+"""Modules that need an extra; the package itself says so."""
 
 
 def main(name: str) -> None:
@@ -17,7 +19,7 @@ def main(name: str) -> None:
     package = importlib.import_module(f"kvpool_{name}")
     modules = [module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
     for module in modules:
-        if module not in EDGES:
+        if module not in EDGES and not module.startswith(EXTRA):
             importlib.import_module(module)
     if name == "connector":
         present = [host for host in HOSTS if importlib.util.find_spec(host)]

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
+from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, ModelIdentity
+from kvpool_connector.contract.errors import DescriptorError
 from kvpool_connector.contract.layout import Component, Layer, ShardLayout
 from kvpool_connector.contract.topology import ContextRange, HeadRange
 
@@ -70,3 +71,59 @@ def test_the_form_is_canonical(descriptor: Descriptor) -> None:
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     assert text.isascii()
     assert descriptor.fingerprint == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def test_from_json_is_the_inverse(descriptor: Descriptor) -> None:
+    text = descriptor.to_json()
+    assert Descriptor.from_json(text) == Descriptor.from_json(text.encode()) == descriptor
+    assert Descriptor.from_json(text).fingerprint == descriptor.fingerprint
+
+
+def test_the_bytes_of_an_object_follow(descriptor: Descriptor) -> None:
+    assert descriptor.object_bytes == LAYOUT.object_bytes == 128 + 64 + 64
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float8_e4m3fn", 1), ("float32", 4), ("uint8", 1), ("float16", 2)])
+def test_bytes_of_a_page(dtype: str, size: int) -> None:
+    assert ComponentContent("k", dtype, (3, 5), "NHD").page_bytes == 15 * size
+
+
+def test_a_dtype_of_unknown_size_is_refused() -> None:
+    with pytest.raises(DescriptorError, match="component 'k': the size of dtype 'complex7' is not known"):
+        _ = ComponentContent("k", "complex7", (3,), "NHD").page_bytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "null", "7", '"x"', b"\xff", "[" * 100_000, "\udc00", '{"model": 1}'],
+    ids=lambda text: repr(text)[:12],
+)
+def test_other_texts_are_refused(text: str | bytes) -> None:
+    with pytest.raises(DescriptorError, match="not a descriptor"):
+        Descriptor.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("group", "3"),
+        ("group", -1),
+        ("block_size", 1.0),
+        ("format_version", True),
+        ("heads", {"first": 0, "count": 1, "total": 1 << 48}),
+        ("context", {"position": 0, "size": 1}),
+        ("layers", [{"label": 7, "components": []}]),
+        ("layers", [{"label": "7", "components": [], "more": 1}]),
+        ("model", {"name": None}),
+        ("more", 1),
+    ],
+)
+def test_every_part_has_its_type(descriptor: Descriptor, part: str, value: object) -> None:
+    found = json.loads(descriptor.to_json()) | {part: value}
+    with pytest.raises(DescriptorError, match="not a descriptor"):
+        Descriptor.from_json(json.dumps(found, sort_keys=True, separators=(",", ":")))
+
+
+def test_another_form_is_refused(descriptor: Descriptor) -> None:
+    with pytest.raises(DescriptorError, match="canonical form"):
+        Descriptor.from_json(json.dumps(json.loads(descriptor.to_json())))

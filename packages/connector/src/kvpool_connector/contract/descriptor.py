@@ -112,10 +112,10 @@ class Descriptor:
                 **found,
             )
             _check_types(descriptor)
-            canonical = descriptor.to_json()
+            canonical = descriptor.to_json().encode() == (text.encode() if isinstance(text, str) else text)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DescriptorError(f"not a descriptor: {type(error).__name__}: {str(error)[:200]}") from error
-        if canonical.encode() != (text.encode() if isinstance(text, str) else text):
+        if not canonical:
             raise DescriptorError("not a descriptor in canonical form")
         return descriptor
 
@@ -140,7 +140,7 @@ def _layer_of(found: dict[str, Any]) -> LayerContent:
 
 def _check_types(descriptor: Descriptor) -> None:
     components = [component for layer in descriptor.layers for component in layer.components]
-    counts = [descriptor.group, descriptor.block_size, *asdict(descriptor.heads).values()]
+    counts = [descriptor.group, descriptor.block_size, descriptor.format_version, *asdict(descriptor.heads).values()]
     counts += asdict(descriptor.context).values()
     counts += [n for component in components for n in component.page_shape]
     texts = [*asdict(descriptor.model).values(), *(layer.label for layer in descriptor.layers)]
