@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,12 @@ def test_from_json_is_the_inverse(descriptor: Descriptor) -> None:
 
 def test_the_bytes_of_an_object_follow(descriptor: Descriptor) -> None:
     assert descriptor.object_bytes == LAYOUT.object_bytes == 128 + 64 + 64
+    assert replace(descriptor, checksum="xxh3-64").object_bytes == LAYOUT.object_bytes + 3 * 8
+
+
+def test_a_descriptor_with_checksums_is_read_back(descriptor: Descriptor) -> None:
+    sealed = replace(descriptor, checksum="xxh3-64")
+    assert Descriptor.from_json(sealed.to_json()) == sealed
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float8_e4m3fn", 1), ("float32", 4), ("uint8", 1), ("float16", 2)])
@@ -115,6 +122,8 @@ def test_other_texts_are_refused(text: str | bytes) -> None:
         ("layers", [{"label": 7, "components": []}]),
         ("layers", [{"label": "7", "components": [], "more": 1}]),
         ("model", {"name": None}),
+        ("checksum", ""),
+        ("checksum", 8),
         ("more", 1),
     ],
 )

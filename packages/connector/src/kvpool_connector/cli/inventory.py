@@ -154,4 +154,5 @@ def decoded(descriptor: Descriptor) -> dict[str, object]:
         "components": components_in_words(descriptor),
         "object_bytes": descriptor.object_bytes,
         "format_version": descriptor.format_version,
+        "checksum": descriptor.checksum,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpool_connector.cli.checksums import ALGORITHMS, differing
 from kvpool_connector.cli.contents import foreign_lines
 from kvpool_connector.cli.inventory import ShardObjects, parsed, read_descriptors, take_inventory
 from kvpool_connector.cli.output import Answer, CommandError, Exit, Rows
@@ -43,12 +44,16 @@ def verify(session: Session, texts: Sequence[str], namespace: str | None, *, rea
             faults += _check(store, endpoint.sizes([str(key) for key in keys]), objects, read=read)
     foreign = inventory.foreign_in(namespace)
     lines = [f"{checked} objects checked{'' if read else ' by size'}, {len(faults)} wrong", *unchecked]
+    plain = sum(len(o.blocks) for o in shards if o.descriptor and not o.descriptor.checksum)
+    if plain and read:
+        lines.append(f"{plain} of them carry no checksum, so only their size was checked (setting `integrity`)")
     if faults:
         lines.append("A wrong object is a miss or a failed block to every engine, never an answer; nothing was changed")
     exit_ = Exit.ERROR if faults or foreign else Exit.LOOK if unchecked else Exit.WELL
     return Answer(
         {
             "checked": checked,
+            "without_checksum": plain,
             "named": len(named),
             "wrong": [{"key": key, "why": why} for key, why in faults],
             "unchecked": unchecked,
@@ -82,4 +87,11 @@ def _fault(store: Store, key: Key, size: int | None, descriptor: Descriptor, *, 
     status, value = store.read(str(key))
     if not status.ok:
         return f"cannot be read: {status.value}"
-    return "" if len(value) == expected else f"{len(value)} bytes were read of {expected}"
+    if len(value) != expected:
+        return f"{len(value)} bytes were read of {expected}"
+    if not descriptor.checksum:
+        return ""
+    if descriptor.checksum not in ALGORITHMS:
+        return f"carries checksums {descriptor.checksum!r}, which this release does not know"
+    wrong = differing(descriptor, value)
+    return f"{len(wrong)} components are not what was saved: {', '.join(wrong[:8])}" if wrong else ""

@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvpool_connector.contract.device import CHECKSUM_BYTES
 from kvpool_connector.contract.errors import DescriptorError
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.topology import ContextRange, HeadRange
@@ -121,8 +122,10 @@ class Descriptor:
 
     @property
     def object_bytes(self) -> int:
-        """Bytes of one object: all pages, one after the other."""
-        return sum(component.page_bytes for layer in self.layers for component in layer.components)
+        """Bytes of one object: all pages, one after the other, and the checksums behind them."""
+        components = [component for layer in self.layers for component in layer.components]
+        trailer = CHECKSUM_BYTES * len(components) if self.checksum else 0
+        return sum(component.page_bytes for component in components) + trailer
 
     @property
     def fingerprint(self) -> str:
@@ -143,7 +146,7 @@ def _check_types(descriptor: Descriptor) -> None:
     counts = [descriptor.group, descriptor.block_size, descriptor.format_version, *asdict(descriptor.heads).values()]
     counts += asdict(descriptor.context).values()
     counts += [n for component in components for n in component.page_shape]
-    texts = [*asdict(descriptor.model).values(), *(layer.label for layer in descriptor.layers)]
+    texts = [descriptor.checksum, *asdict(descriptor.model).values(), *(layer.label for layer in descriptor.layers)]
     texts += [text for component in components for text in (component.name, component.dtype, component.order)]
     if not all(type(n) is int and 0 <= n < 1 << 48 for n in counts) or not all(type(text) is str for text in texts):
         raise TypeError("a count or a text is of another type")
