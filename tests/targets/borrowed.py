@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool_connector.contract.status import Status
-from kvpool_connector.contract.store import Pieces, Store
+from kvpool_connector.contract.store import Pieces, SessionStore
 
 
 class Borrowed:
     """A store whose `close` gives back what was registered through it and leaves the store open."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: SessionStore) -> None:
         self._store = store
         self._registered: list[int] = []
 
@@ -34,6 +34,27 @@ class Borrowed:
 
     def get(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
         return self._store.get(keys, addresses, sizes)
+
+    def begin_put(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Status]:
+        return self._store.begin_put(keys, sizes)
+
+    def put_ranges(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces, offsets: Pieces) -> list[Status]:
+        return self._store.put_ranges(keys, addresses, sizes, offsets)
+
+    def end_put(self, keys: Sequence[str]) -> list[Status]:
+        return self._store.end_put(keys)
+
+    def revoke_put(self, keys: Sequence[str]) -> list[Status]:
+        return self._store.revoke_put(keys)
+
+    def begin_get(self, keys: Sequence[str]) -> list[Status]:
+        return self._store.begin_get(keys)
+
+    def get_ranges(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces, offsets: Pieces) -> list[Status]:
+        return self._store.get_ranges(keys, addresses, sizes, offsets)
+
+    def end_get(self, keys: Sequence[str]) -> None:
+        self._store.end_get(keys)
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return self._store.remove(keys, force=force)

@@ -13,7 +13,7 @@ from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.shards import RankShards, ShardMap
 from kvpool_connector.contract.status import Status
-from kvpool_connector.contract.store import Store
+from kvpool_connector.contract.store import SessionStore
 from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.host import HostDevice
 from kvpool_connector.metadata import GroupBlocks, LoadJob, SaveJob, StepMetadata
@@ -35,10 +35,17 @@ def topology_of(deployment: Deployment) -> Topology:
     return Topology(heads, deployment.tp_size)
 
 
+def _transfer_settings(transfer: str) -> dict[str, object]:
+    """`layerwise` is packed transfer, a layer at a time, however small the layers are."""
+    if transfer != "layerwise":
+        return {"transfer": transfer}
+    return {"transfer": "packed", "use_layerwise": True, "layerwise_layers_per_transfer": 1}
+
+
 class LocalNode:
     """A `kvpool_conformance.backend.Node` in this process."""
 
-    def __init__(self, deployment: Deployment, rank: int, store: Store, staging_bytes: int = 8 << 20) -> None:
+    def __init__(self, deployment: Deployment, rank: int, store: SessionStore, staging_bytes: int = 8 << 20) -> None:
         """`store` is connected; `close` closes it."""
         case = deployment.case
         spec = cache_spec(case, deployment.tp_size, rank)
@@ -47,7 +54,7 @@ class LocalNode:
         self._topology = topology_of(deployment)
         settings = {
             "namespace": deployment.namespace,
-            "transfer": deployment.transfer,
+            **_transfer_settings(deployment.transfer),
             "integrity": deployment.integrity,
             "staging_bytes": staging_bytes,
             "load_timeout_s": 60,
@@ -90,6 +97,15 @@ class LocalNode:
         before = self._worker.counters.totals()
         step = StepMetadata(saves=(SaveJob("request", (self._blocks(contents),)),))
         self._worker.begin_step(step)
+        pages = {page: np.frombuffer(self._caches.read(*page), np.uint8) for page in self._pages_of(contents)}
+        for page, value in pages.items():
+            self._caches.write(*page, ~value)
+        for layer in self._hooked():
+            # Only now are the layer's pages computed: nothing may have been saved before.
+            for page, value in pages.items():
+                if content_name(page[0]) == content_name(layer):
+                    self._caches.write(*page, value)
+            self._worker.save_layer(layer)
         self._worker.end_step(step)
         assert self._worker.drain(300), "saves did not end"
         after = self._worker.counters.totals()
@@ -106,8 +122,18 @@ class LocalNode:
         step = StepMetadata(loads=(LoadJob("request", (self._blocks(contents),)),))
         self._worker.begin_step(step)
         self._worker.start_loads(step)
+        seen: dict[tuple[str, int, int], bytes] = {}
+        for layer in self._hooked():
+            pages = [page for page in self._pages_of(contents) if content_name(page[0]) == content_name(layer)]
+            # An indexer of its own has no hook: it reads in front of its layer's.
+            seen |= {page: self._caches.read(*page) for page in pages if page[0] != layer}
+            self._worker.wait_layer(layer)
+            seen |= {page: self._caches.read(*page) for page in pages if page[0] == layer}
         self._worker.end_step(step)
-        return self._worker.take_failed_blocks()
+        failed = self._worker.take_failed_blocks()
+        early = [page for page, value in seen.items() if page[2] not in failed and value != self._caches.read(*page)]
+        assert not early, f"layers were computed before these pages had landed: {early[:4]}"
+        return failed
 
     def poison(self) -> None:
         self._caches.poison()
@@ -142,6 +168,14 @@ class LocalNode:
             if entry.same_as is None:
                 for index in range(len(self._caches.places[entry.layer_name])):
                     yield entry.layer_name, index
+
+    def _hooked(self) -> list[str]:
+        """The entries whose hooks the engine calls, in the order of computing."""
+        return [entry.layer_name for entry in self._caches.spec.entries if ".indexer." not in entry.layer_name]
+
+    def _pages_of(self, contents: Mapping[int, str]) -> list[tuple[str, int, int]]:
+        """Layer name, tensor and block of every page that is written once."""
+        return [(name, index, block_id) for name, index in self._pages() for block_id in contents]
 
     def _blocks(self, contents: Mapping[int, str]) -> GroupBlocks:
         return GroupBlocks(0, tuple(contents), tuple(block_hash(content) for content in contents.values()))

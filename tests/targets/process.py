@@ -9,18 +9,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvpool_conformance.cases import Deployment
-from kvpool_connector.contract.store import Store
+from kvpool_connector.contract.store import SessionStore
 from tests.targets.borrowed import Borrowed
 from tests.targets.node import LocalNode
 
 ANSWER_LIMIT_S = 300.0
-StoreFactory = Callable[[str, int], Store]
+StoreFactory = Callable[[str, int], SessionStore]
 """(master address, segment bytes) -> a connected store; a module-level function, so that it can cross processes."""
 
 
 def serve(connection: Connection, make_store: StoreFactory, address: str) -> None:
     """The other process: one node after another does what it is asked, until told to end or left alone."""
-    store: Store | None = None
+    store: SessionStore | None = None
     node: LocalNode | None = None
 
     def answer(name: str, *values: Any) -> Any:

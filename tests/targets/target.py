@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from kvpool_conformance.backend import Node
 from kvpool_conformance.cases import Deployment
 from kvpool_connector.contract.shards import RankShards
-from kvpool_connector.contract.store import Store
+from kvpool_connector.contract.store import SessionStore
 from tests.targets.borrowed import Borrowed
 from tests.targets.caches import cache_spec
 from tests.targets.node import LocalNode, block_hash
@@ -32,7 +32,7 @@ class Target:
     # StoreBackend
 
     @contextmanager
-    def open(self) -> Iterator[Store]:
+    def open(self) -> Iterator[SessionStore]:
         """Two clients, lent in turn: what one writes the other reads."""
         store = Borrowed(self._clients[self._lent % 2])
         self._lent += 1

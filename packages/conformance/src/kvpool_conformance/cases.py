@@ -55,7 +55,7 @@ class Deployment:
     tp_size: int = 1
     namespace: str = "default"
     transfer: str = "auto"
-    """`auto`, `packed` or `direct`, where the backend offers both."""
+    """`auto`, `packed`, `direct` or `layerwise`, where the backend offers them."""
     integrity: str = "off"
     """`off`, `sampled` or `on`, where the backend keeps checksums."""
 

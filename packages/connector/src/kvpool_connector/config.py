@@ -141,9 +141,18 @@ class PoolSettings(_Settings):
     save_decode_cache: bool = False
     """Also save blocks that hold generated tokens."""
     discard_partial_chunks: Literal[True] = True
-    use_layerwise: Literal[False] = False
-    layerwise_prefetch_layers: Annotated[int, Field(ge=1)] = 1
-    """Of no effect while `use_layerwise` is false."""
+    use_layerwise: Literal[False, True, "auto"] = False
+    """Load and save layer by layer while a step computes; `auto`: where it pays."""
+    layerwise_prefetch_layers: Annotated[int, Field(ge=1)] | None = None
+    """Layers that loads may run ahead of the one that computes; null: as many as the transport manages."""
+    layerwise_layers_per_transfer: Annotated[int, Field(ge=1)] | None = None
+    """Layers that are moved together; null: as many as are worth a transfer."""
+    layerwise_session_limit_s: Annotated[float, Field(gt=0, le=600)] = 20.0
+    """Age at which an unfinished object is given up. Must lie below the master's `--put_start_discard_timeout_sec`
+    (30 by default), and never anywhere near its `--put_start_release_timeout_sec`."""
+    layerwise_renew_s: Annotated[float, Field(gt=0)] = 2.0
+    """Age at which the protection of an object being read is renewed. Must lie below the master's
+    `--default_kv_lease_ttl` less the time of one transfer."""
     prefill_pp_size: Literal[1] | None = None
     prefill_pp_layer_partition: Literal[""] | None = None
 

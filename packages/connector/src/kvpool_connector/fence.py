@@ -15,26 +15,44 @@ from collections.abc import Iterable, Sequence
 class Ticket:
     """A save's right to read blocks; a `kvpool_connector.transfer.Hold`."""
 
-    def __init__(self, fence: Fence, block_ids: Iterable[int]) -> None:
+    def __init__(self, fence: Fence, block_ids: Iterable[int], num_reads: int = 1) -> None:
+        """`num_reads`: how often each block is claimed, for example once a layer; at once or in turn."""
         self._fence = fence
         self.waiting = set(block_ids)
         """Blocks that may still be claimed."""
         self.reading: set[int] = set()
         """Blocks that are being read now."""
+        self._left = dict.fromkeys(self.waiting, num_reads)
+        self._readers: Counter[int] = Counter()
 
     def claim(self, block_ids: Sequence[int]) -> list[bool]:
         """For each block whether it may be read. Withdrawn blocks may not."""
         with self._fence.changed:
             granted = [block_id in self.waiting for block_id in block_ids]
-            self.waiting.difference_update(block_ids)
-            self.reading.update(block_id for block_id, leave in zip(block_ids, granted, strict=True) if leave)
+            for block_id in (block_id for block_id, leave in zip(block_ids, granted, strict=True) if leave):
+                self._left[block_id] -= 1
+                if not self._left[block_id]:
+                    self.waiting.discard(block_id)
+                self._readers[block_id] += 1
+                self.reading.add(block_id)
             return granted
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """The blocks have been read, or need not be."""
+        """The blocks have been read as often as they were claimed; what was not claimed need not be read any more."""
+        with self._fence.changed:
+            for block_id in block_ids:
+                if not self._readers[block_id]:
+                    self.waiting.discard(block_id)
+                    continue
+                self._readers[block_id] -= 1
+                if not self._readers[block_id]:
+                    self.reading.discard(block_id)
+            self._fence.changed.notify_all()
+
+    def drop(self, block_ids: Sequence[int]) -> None:
+        """The blocks need not be read any more, however many claims are left."""
         with self._fence.changed:
             self.waiting.difference_update(block_ids)
-            self.reading.difference_update(block_ids)
             self._fence.changed.notify_all()
 
     def close(self) -> None:
@@ -55,9 +73,9 @@ class Fence:
         self.changed = threading.Condition()
         self.tickets: set[Ticket] = set()
 
-    def ticket(self, block_ids: Iterable[int]) -> Ticket:
-        """Open a save of `block_ids`."""
-        ticket = Ticket(self, block_ids)
+    def ticket(self, block_ids: Iterable[int], num_reads: int = 1) -> Ticket:
+        """Open a save that reads each of `block_ids` `num_reads` times."""
+        ticket = Ticket(self, block_ids, num_reads)
         with self.changed:
             self.tickets.add(ticket)
         return ticket

@@ -32,16 +32,14 @@ class GroupLoad:
     block_ids: Sequence[int]
 
 
-class Load:
-    """A load under way; a `kvpool_connector.transfer.Hold` that can be withdrawn."""
+class Leave:
+    """Leave to write blocks; a `kvpool_connector.transfer.Hold` that can be withdrawn."""
 
-    def __init__(self, request_id: str, deadline: float, clock: Clock, event: Event) -> None:
+    def __init__(self, deadline: float, clock: Clock, event: Event) -> None:
         """`event`: after it the device writes nothing more into the blocks that was meant for others."""
-        self.request_id = request_id
         self.deadline = deadline
         self._clock = clock
         self._event = event
-        self.batches: list[tuple[Future[list[Status]], Sequence[int]]] = []
         self._changed = threading.Condition()
         self._withdrawn = False
         self._writing = 0
@@ -67,6 +65,15 @@ class Load:
         with self._changed:
             self._withdrawn = True
             self._changed.wait_for(lambda: not self._writing)
+
+
+class Load(Leave):
+    """A load under way."""
+
+    def __init__(self, request_id: str, deadline: float, clock: Clock, event: Event) -> None:
+        super().__init__(deadline, clock, event)
+        self.request_id = request_id
+        self.batches: list[tuple[Future[list[Status]], Sequence[int]]] = []
 
     @property
     def done(self) -> bool:

@@ -177,6 +177,52 @@ class MooncakeStore:
             statuses += _per_key(answers, keys[part], partial(_read_at, expected))
         return statuses
 
+    def begin_put(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Status]:
+        """See `kvpool_connector.contract.store.SessionStore`."""
+        answers = self._open().batch_put_session_start(list(keys), list(sizes), self._placement)
+        return _per_key(answers, keys, lambda answer, _: _status(answer))
+
+    def put_ranges(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces, offsets: Pieces) -> list[Status]:
+        """See `kvpool_connector.contract.store.SessionStore`."""
+        return self._ranges(self._open().batch_put_from_multi_buffer_ranges, keys, addresses, sizes, offsets)
+
+    def end_put(self, keys: Sequence[str]) -> list[Status]:
+        """See `kvpool_connector.contract.store.SessionStore`."""
+        return _per_key(self._open().batch_put_session_end(list(keys)), keys, lambda answer, _: _status(answer))
+
+    def revoke_put(self, keys: Sequence[str]) -> list[Status]:
+        """See `kvpool_connector.contract.store.SessionStore`."""
+        return _per_key(self._open().batch_put_session_revoke(list(keys)), keys, lambda answer, _: _status(answer))
+
+    def begin_get(self, keys: Sequence[str]) -> list[Status]:
+        """See `kvpool_connector.contract.store.SessionStore`."""
+        return _per_key(self._open().batch_get_session_start(list(keys)), keys, lambda answer, _: _status(answer))
+
+    def get_ranges(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces, offsets: Pieces) -> list[Status]:
+        """See `kvpool_connector.contract.store.SessionStore`."""
+        return self._ranges(self._open().batch_get_into_multi_buffer_ranges, keys, addresses, sizes, offsets)
+
+    def end_get(self, keys: Sequence[str]) -> None:
+        """See `kvpool_connector.contract.store.SessionStore`."""
+        self._open().batch_get_session_end(list(keys))
+
+    def _ranges(
+        self,
+        call: Callable[[list[str], Pieces, Pieces, Pieces], object],
+        keys: Sequence[str],
+        addresses: Pieces,
+        sizes: Pieces,
+        offsets: Pieces,
+    ) -> list[Status]:
+        """Move parts of objects; the number of bytes that Mooncake returns is believed."""
+        keys = list(keys)
+        statuses: list[Status] = []
+        for part in self._batches(keys, sizes):
+            answers = call(keys[part], addresses[part], sizes[part], offsets[part])
+            expected = [sum(pieces) for pieces in sizes[part]]
+            statuses += _per_key(answers, keys[part], partial(_moved, expected))
+        return statuses
+
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """See `kvpool_connector.contract.store.Store`."""
         return _per_key(self._open().batch_remove(list(keys), force), keys, lambda answer, _: _status(answer))
@@ -251,6 +297,13 @@ def _read_at(expected: Sequence[int], answer: object, i: int) -> Status:
     if isinstance(answer, int) and answer >= 0:
         return Status.OK if answer == expected[i] else Status.CORRUPT
     return Status.CORRUPT if answer == -600 else _status(answer)
+
+
+def _moved(expected: Sequence[int], answer: object, i: int) -> Status:
+    """A range's answer is the bytes moved, or a code. Fewer bytes than asked for are no range."""
+    if isinstance(answer, int) and answer >= 0:
+        return Status.OK if answer == expected[i] else Status.CORRUPT
+    return _status(answer)
 
 
 def _per_key(answers: object, keys: Sequence[str], status_of: Callable[[Any, int], Status]) -> list[Status]:

@@ -131,7 +131,7 @@ def _read_entry(name: str, entry: Any, group: GroupSpec) -> list[_View]:
             f"layer {name!r}: a cache entry of type {type(entry).__name__} with "
             f"{[type(t).__name__ for t in tensors or []]} is unknown; expected a tensor or a tuple or list of tensors"
         )
-    kind = "indexer" if "indexer" in name else group.kind
+    kind = "indexer" if is_indexer(name) else group.kind
     names = COMPONENT_NAMES[kind].get(len(tensors))
     if names is None:
         raise LayoutError(
@@ -260,6 +260,11 @@ def _regions(views: Iterable[_View]) -> tuple[Region, ...]:
         start, end = spans.get(view.storage, (view.component.base_address, view.end))
         spans[view.storage] = (min(start, view.component.base_address), max(end, view.end))
     return tuple(Region(start, end - start) for start, end in sorted(spans.values()))
+
+
+def is_indexer(layer_name: str) -> bool:
+    """True for a sparse attention's indexer that registers a cache entry of its own."""
+    return "indexer" in layer_name
 
 
 def _layer_order(name: str) -> tuple[int, int, str]:

@@ -113,14 +113,16 @@ class Saver:
         for save in job.saves:
             transfer = self._transfers[save.group]
             assert transfer is not None, f"group {save.group} has no layers on this rank"
-            self._count(transfer.save(save.keys, save.block_ids, job.ticket))
+            count_saved(transfer.save(save.keys, save.block_ids, job.ticket), self._outage, self._counters)
 
-    def _count(self, statuses: Sequence[Status]) -> None:
-        self._outage.note(statuses)
-        counts = Counter(statuses)
-        self._counters.add("save_blocks_stored", counts.pop(Status.OK, 0))
-        self._counters.add("save_blocks_present", counts.pop(Status.EXISTS, 0))
-        for status, count in counts.items():
-            self._counters.add(f"save_blocks_{status.value}", count)
-        if counts:
-            logger.info("event=save_incomplete %s", " ".join(f"{s.value}={n}" for s, n in counts.items()))
+
+def count_saved(statuses: Sequence[Status], outage: Outage, counters: Counters) -> None:
+    """Enter how blocks' saves ended into the counts and the memory of outages."""
+    outage.note(statuses)
+    counts = Counter(statuses)
+    counters.add("save_blocks_stored", counts.pop(Status.OK, 0))
+    counters.add("save_blocks_present", counts.pop(Status.EXISTS, 0))
+    for status, count in counts.items():
+        counters.add(f"save_blocks_{status.value}", count)
+    if counts:
+        logger.info("event=save_incomplete %s", " ".join(f"{s.value}={n}" for s, n in counts.items()))

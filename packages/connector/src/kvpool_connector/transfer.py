@@ -148,23 +148,7 @@ class PackedTransfer:
                 statuses[i] = Status.CORRUPT
             # As long as it is there it is found again, and nobody puts a right one in its place.
             statuses_of(partial(self._store.remove, force=True), [keys[i] for i in broken])
-        granted = hold.claim(ids)
-        try:
-            # Runs of neighbours in the chunk are copied at once.
-            start = 0
-            while start < len(ids):
-                end = start
-                while end < len(ids) and statuses[end].ok and granted[end]:
-                    end += 1
-                if end > start:
-                    self._copier.scatter(ids[start:end], chunk + start * self._object_bytes)
-                start = end + 1
-        finally:
-            hold.release([block_id for block_id, leave in zip(ids, granted, strict=True) if leave])
-        return [
-            status if leave or not status.ok else Status.WITHDRAWN
-            for status, leave in zip(statuses, granted, strict=True)
-        ]
+        return scatter_runs(self._copier, self._object_bytes, chunk, ids, statuses, hold)
 
     def _by_chunk(
         self,
@@ -196,6 +180,28 @@ class PackedTransfer:
         return chunk + self._per_chunk * self._object_bytes
 
 
+def scatter_runs(
+    copier: Copier, num_bytes: int, chunk: int, ids: Sequence[int], statuses: Sequence[Status], hold: Hold
+) -> list[Status]:
+    """Copy what was read well from a chunk to its blocks, `num_bytes` each, with leave; one status a block."""
+    granted = hold.claim(ids)
+    try:
+        # Runs of neighbours in the chunk are copied at once.
+        start = 0
+        while start < len(ids):
+            end = start
+            while end < len(ids) and statuses[end].ok and granted[end]:
+                end += 1
+            if end > start:
+                copier.scatter(ids[start:end], chunk + start * num_bytes)
+            start = end + 1
+    finally:
+        hold.release([block_id for block_id, leave in zip(ids, granted, strict=True) if leave])
+    return [
+        status if leave or not status.ok else Status.TIMEOUT for status, leave in zip(statuses, granted, strict=True)
+    ]
+
+
 def save_missing(
     store: Store,
     keys: Sequence[str],
@@ -214,7 +220,9 @@ def save_missing(
     return statuses
 
 
-def statuses_of(call: Callable[..., list[Status]], keys: Sequence[str], *arguments: Pieces) -> list[Status]:
+def statuses_of(
+    call: Callable[..., list[Status]], keys: Sequence[str], *arguments: Pieces | Sequence[int]
+) -> list[Status]:
     """The store's statuses for `keys`; a store that raises or answers out of form counts as unavailable."""
     if not keys:
         return []

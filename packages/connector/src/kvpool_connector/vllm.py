@@ -206,6 +206,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         store.connect()
         return StoreLookup(store, outage, limit)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True where layers are moved by themselves: a graph of the whole step would skip the layers' hooks."""
+        return bool(PoolSettings.from_extra_config(extra_config).use_layerwise)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """False: a save that is lost is a later miss."""
@@ -242,10 +247,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._workers().start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: whole requests are loaded before the step."""
+        """See `kvpool_connector.worker.PoolWorker.wait_layer`."""
+        self._workers().wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole blocks are saved after the step."""
+        """See `kvpool_connector.worker.PoolWorker.save_layer`."""
+        self._workers().save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """See `kvpool_connector.worker.PoolWorker.end_step`."""

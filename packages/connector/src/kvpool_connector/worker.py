@@ -1,7 +1,7 @@
 """The worker side: one rank's part of the pool. No vLLM, no Mooncake, no NPU in here.
 
-A step, in the engine's order: `begin_step` (before anything is written), `start_loads`, the forward pass, `end_step`,
-then the `take_*` reports.
+A step, in the engine's order: `begin_step` (before anything is written), `start_loads`, the forward pass with
+`wait_layer` and `save_layer` for each layer, `end_step`, then the `take_*` reports.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from kvpool_connector.contract.device import CHECKSUM_BYTES, Device, Event
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.shards import RankShards, Shard
-from kvpool_connector.contract.store import Store
+from kvpool_connector.contract.store import SessionStore, Store
 from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.fence import Fence
 from kvpool_connector.integrity import SAMPLE_EVERY, Integrity
+from kvpool_connector.layer_loader import LayerLoad, LayerLoader
+from kvpool_connector.layer_plan import LayerPlan
+from kvpool_connector.layer_saver import LayerSave, LayerSaver
+from kvpool_connector.layer_transfer import LayerTransfer
 from kvpool_connector.loader import GroupLoad, Load, Loader
 from kvpool_connector.lookup_socket import LookupServer
 from kvpool_connector.metadata import LoadJob, LoadReport, SaveJob, StepMetadata
@@ -68,12 +72,17 @@ class PoolWorker:
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._step_loads: list[Load] = []
+        self._layer_saver: LayerSaver | None = None
+        self._layer_loader: LayerLoader | None = None
+        self._layer_save: LayerSave | None = None
+        self._layer_load: LayerLoad | None = None
         self._open_loads: list[Load] = []
         self._before_step: Event | None = None
         self._failed_blocks: set[int] = set()
         self._saved_requests: set[str] = set()
         self._report = LoadReport()
         self._lookup_server: LookupServer | None = None
+        self._staging: Staging | None = None
 
     def serve_lookups(self, path: Path) -> None:
         """Answer the scheduler side's lookups at a local socket, where it has no store client of its own."""
@@ -105,14 +114,56 @@ class PoolWorker:
             transfers, self._fence, self._outage, self.counters, settings.max_queued_blocks, EVENT_TIMEOUT_S
         )
         self._loader = Loader(transfers, self._outage, self.counters, self._clock, settings.load_timeout_s)
+        if settings.use_layerwise:
+            self._go_by_layers(layouts, kv_caches)
         return announced
+
+    def _go_by_layers(self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]) -> None:
+        settings, store = self._settings, self._store
+        if not isinstance(store, SessionStore):
+            raise ConfigError(
+                f"use_layerwise = {settings.use_layerwise!r}, but the store ({type(store).__name__}) has no sessions; "
+                "set use_layerwise to false"
+            )
+        assert self._staging is not None, "layers pass through staging"
+        plan = LayerPlan(layouts, settings.layerwise_layers_per_transfer)
+        limit = settings.load_timeout_s
+        transfer = LayerTransfer(store, self._device, plan, kv_caches, self._staging, limit)
+        self._layer_saver = LayerSaver(
+            transfer,
+            plan,
+            [layout.object_bytes if layout else 0 for layout in layouts],
+            self._fence,
+            self._outage,
+            self.counters,
+            self._clock,
+            settings.max_queued_blocks,
+            EVENT_TIMEOUT_S,
+            settings.layerwise_session_limit_s,
+        )
+        self._layer_loader = LayerLoader(
+            transfer,
+            plan,
+            self._outage,
+            self.counters,
+            self._clock,
+            limit,
+            settings.layerwise_renew_s,
+            settings.layerwise_prefetch_layers,
+        )
 
     def _transfers(
         self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]
     ) -> tuple[list[Transfer | None], str]:
         """A way of moving each group's blocks, and the algorithm of the objects' checksums."""
         held = [layout for layout in layouts if layout]
-        if self._settings.transfer == "direct":
+        direct = self._settings.transfer == "direct"
+        sample_every = SAMPLE_EVERY.get(self._settings.integrity)
+        if not direct or self._settings.use_layerwise:
+            trailer = CHECKSUM_BYTES if sample_every else 0
+            largest = max((layout.object_bytes + trailer * len(layout.components) for layout in held), default=1)
+            self._staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
+        if direct:
             for layout in held:
                 if layout.num_pieces > self._settings.max_buffers_per_call:
                     raise ConfigError(
@@ -126,10 +177,8 @@ class PoolWorker:
                         f"{status}; check the device's limits for registered memory"
                     )
             return [DirectTransfer(self._store, layout) if layout else None for layout in layouts], ""
-        sample_every = SAMPLE_EVERY.get(self._settings.integrity)
-        trailer = CHECKSUM_BYTES if sample_every else 0
-        largest = max((layout.object_bytes + trailer * len(layout.components) for layout in held), default=1)
-        staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
+        staging = self._staging
+        assert staging is not None
         packed: list[Transfer | None] = []
         algorithm = ""
         for shard_layout in layouts:
@@ -148,6 +197,10 @@ class PoolWorker:
 
     def begin_step(self, step: StepMetadata) -> None:
         """Before the step writes anything: let go of the blocks that it will overwrite, and of ended requests'."""
+        if self._layer_save is not None and self._layer_saver is not None:
+            self._layer_saver.close(self._layer_save, None)
+        self._layer_save = None
+        self._end_layer_load()
         final = [job for job in step.saves if job.final]
         if final:
             # Computed by earlier steps, so the event of now is late enough.
@@ -159,25 +212,59 @@ class PoolWorker:
         if step.loads:
             # A step in flight may still write blocks whose request has ended; a load must come behind it.
             self._before_step = self._device.record_event()
+        if self._layer_saver is not None:
+            self._layer_save = self._layer_saver.open(
+                save for job in step.saves if not job.final for save in self._group_saves(job)
+            )
 
     def start_loads(self, step: StepMetadata) -> None:
-        """Begin this step's loads; return when those that the step computes on have ended, well or not."""
+        """Begin this step's loads; return when those that the step computes on have ended, well or not.
+
+        Layer by layer it returns at once, and `wait_layer` waits for a layer's part of them.
+        """
+        by_layers: dict[str, list[GroupLoad]] = {}
         for job in step.loads:
             assert self._before_step is not None, "begin_step() comes first"
+            if self._layer_loader is not None and not job.between_steps:
+                by_layers.setdefault(job.request_id, []).extend(self._group_loads(job))
+                continue
             load = self._loads().start(job.request_id, self._group_loads(job), self._before_step)
             (self._open_loads if job.between_steps else self._step_loads).append(load)
         for load in self._step_loads:
-            self._note(load, self._loads().finish(load))
+            self._note(load.request_id, self._loads().finish(load))
         self._step_loads.clear()
+        if by_layers and self._layer_loader is not None and self._before_step is not None:
+            self._layer_load = self._layer_loader.start(by_layers, self._before_step)
 
-    def _note(self, load: Load, failed: Sequence[int]) -> None:
+    def wait_layer(self, layer_name: str) -> None:
+        """In front of a layer's attention: return when all that it reads of this step's loads has landed, or failed."""
+        if self._layer_load is not None and self._layer_loader is not None:
+            self._layer_loader.wait(self._layer_load, layer_name)
+
+    def save_layer(self, layer_name: str) -> None:
+        """After a layer's attention: its part of this step's saves may go."""
+        if self._layer_save is not None and self._layer_saver is not None:
+            self._layer_saver.computed(self._layer_save, layer_name, self._device.record_event())
+
+    def _end_layer_load(self) -> None:
+        if self._layer_load is not None and self._layer_loader is not None:
+            for request_id, failed in self._layer_loader.settle(self._layer_load).items():
+                self._note(request_id, failed)
+        self._layer_load = None
+
+    def _note(self, request_id: str, failed: Sequence[int]) -> None:
         self._failed_blocks.update(failed)
-        outcome = frozenset((load.request_id,))
+        outcome = frozenset((request_id,))
         self._report = self._report.merge(LoadReport(failed=outcome) if failed else LoadReport(loaded=outcome))
 
     def end_step(self, step: StepMetadata) -> None:
-        """After the forward pass: queue this step's saves."""
-        self._submit([job for job in step.saves if not job.final])
+        """After the forward pass: queue this step's saves, and end its loads."""
+        self._end_layer_load()
+        if self._layer_saver is None:
+            self._submit([job for job in step.saves if not job.final])
+        elif self._layer_save is not None:
+            self._layer_saver.close(self._layer_save, self._device.record_event())
+            self._layer_save = None
 
     def _submit(self, jobs: Sequence[SaveJob]) -> None:
         if jobs:
@@ -195,7 +282,7 @@ class PoolWorker:
                 self._open_loads.remove(load)
                 ended.add(load.request_id)
                 failed = self._loads().settle(load)
-                self._note(load, failed)
+                self._note(load.request_id, failed)
                 if failed:
                     failed_requests.add(load.request_id)
         return ended, failed_requests
@@ -230,6 +317,9 @@ class PoolWorker:
         if not drained:
             logger.warning("event=drain_incomplete limit_s=%g", self._settings.drain_timeout_s)
         self._loader.close()
+        if self._layer_loader is not None and self._layer_saver is not None:
+            self._layer_loader.close()
+            self._layer_saver.finish()
         # Mooncake crashes the process when it is closed under a call: an unfinished thread keeps it open.
         if self._saver.close():
             self._store.close()

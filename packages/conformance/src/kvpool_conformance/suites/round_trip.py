@@ -16,6 +16,7 @@ from kvpool_conformance.cases import NAMED_CASES, CacheCase, Deployment
 from kvpool_conformance.strategies import cases, tables
 
 MAX_EXAMPLES = 12
+WAYS = ("packed", "direct", "layerwise")
 _numbers = itertools.count()
 
 
@@ -59,7 +60,7 @@ def moved(contents: dict[int, str], block_ids: Sequence[int]) -> dict[int, str]:
 class CacheRoundTrip:
     """Subclass, and give a fixture `backend` that returns a `CacheBackend`."""
 
-    @pytest.mark.parametrize("transfer", ["packed", "direct"])
+    @pytest.mark.parametrize("transfer", WAYS)
     @pytest.mark.parametrize("layout", NAMED_CASES)
     def test_layout_in_one_process(self, backend: CacheBackend, layout: str, transfer: str) -> None:
         """Each named layout: saved by one node, loaded by another of the same process."""
@@ -89,7 +90,7 @@ class CacheRoundTrip:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
             phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
         )
-        @given(st.data(), cases(), st.sampled_from(["packed", "direct"]))
+        @given(st.data(), cases(), st.sampled_from(WAYS))
         def check(data: st.DataObject, case: CacheCase, transfer: str) -> None:
             deployment = Deployment(case, transfer=transfer)
             if ask(backend, "offers", deployment):
@@ -104,7 +105,7 @@ class CacheRoundTrip:
 
         check()
 
-    @pytest.mark.parametrize("transfers", [("packed", "direct"), ("direct", "packed")], ids="-then-".join)
+    @pytest.mark.parametrize("transfers", list(itertools.permutations(WAYS, 2)), ids="-then-".join)
     def test_one_way_of_transfer_serves_the_other(self, backend: CacheBackend, transfers: tuple[str, str]) -> None:
         """Objects do not depend on how they are moved."""
         case = NAMED_CASES["sparse-bundled-c8"]

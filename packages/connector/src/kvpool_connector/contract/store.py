@@ -8,7 +8,7 @@ is done with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvpool_connector.contract.status import Status
 
@@ -56,4 +56,46 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give back this client's memory and connections. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SessionStore(Store, Protocol):
+    """A store whose objects may also be written and read part by part: what moving layer by layer needs.
+
+    A put session reserves an object that nobody sees until it is ended. The store does not check that all of it was
+    written: that is the caller's to know. A session that is older than the store's discard time-out may lose its key
+    to another writer, and one older than the release time-out no longer owns the memory it writes to: **no range may
+    be written then**. A get session protects its object from removal until the store's lease runs out.
+
+    Ranges go by key: `addresses[i]`, `sizes[i]` and `offsets[i]` are pieces of memory and where in the object
+    `keys[i]` each lies, in bytes. Ranges of one object may be moved from several threads at once.
+    """
+
+    def begin_put(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Status]:
+        """Reserve objects of `sizes` bytes. `EXISTS` for a key that is stored, or being written by anybody."""
+        ...
+
+    def put_ranges(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces, offsets: Pieces) -> list[Status]:
+        """Write parts of open objects. Only `OK` promises that every asked byte was written."""
+        ...
+
+    def end_put(self, keys: Sequence[str]) -> list[Status]:
+        """Make open objects visible. Anything but `OK`: not stored by this session."""
+        ...
+
+    def revoke_put(self, keys: Sequence[str]) -> list[Status]:
+        """Give open objects up; keys and space are free at once. Writes nothing."""
+        ...
+
+    def begin_get(self, keys: Sequence[str]) -> list[Status]:
+        """Open objects for reading, or renew the protection of open ones."""
+        ...
+
+    def get_ranges(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces, offsets: Pieces) -> list[Status]:
+        """Read parts of open objects. Only `OK` promises the bytes; otherwise the pieces are dirty."""
+        ...
+
+    def end_get(self, keys: Sequence[str]) -> None:
+        """Close objects that were open for reading; what was not open is nothing to say."""
         ...

@@ -1,0 +1,272 @@
+"""Loads a step's blocks layer by layer while the step computes: a layer waits for its own bytes alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvpool_connector.contract.clock import Clock
+from kvpool_connector.contract.device import Event
+from kvpool_connector.contract.status import Status
+from kvpool_connector.counters import Counters
+from kvpool_connector.layer_plan import LayerPlan, LayerRange
+from kvpool_connector.layer_transfer import LayerTransfer
+from kvpool_connector.loader import GroupLoad, Leave
+from kvpool_connector.outage import Outage
+from kvpool_connector.transfer import parts, statuses_of
+
+logger = logging.getLogger(__name__)
+
+RANGES_IN_FLIGHT = 2
+"""One range is copied to the cache while the next is on the wire."""
+
+
+@dataclass
+class _Object:
+    """One block's object while it is read."""
+
+    request_id: str
+    key: str
+    block_id: int
+    status: Status = Status.OK
+
+
+@dataclass
+class _Part:
+    """Objects of one group that are moved together, all their ranges in turn."""
+
+    group: int
+    objects: list[_Object]
+    left: int
+    """Ranges that have not ended."""
+    begin: threading.Lock = field(default_factory=threading.Lock)
+    begun_at: float | None = None
+
+
+class LayerLoad(Leave):
+    """One step's load."""
+
+    def __init__(
+        self,
+        deadline: float,
+        clock: Clock,
+        event: Event,
+        parts: Sequence[_Part],
+        pieces: Sequence[tuple[LayerRange, _Part]],
+    ) -> None:
+        super().__init__(deadline, clock, event)
+        self.parts = parts
+        self.queue = list(reversed(pieces))
+        """Ranges that have not been asked for; the next one last."""
+        self.missing = Counter((piece.group, piece.index) for piece, _ in pieces)
+        """By group and range index, parts that have not landed, well or not."""
+        self.waited: set[str] = set()
+        """Wait hooks called in this step."""
+
+    @property
+    def objects(self) -> list[_Object]:
+        """All blocks of the load."""
+        return [one for part in self.parts for one in part.objects]
+
+    def landed(self, piece: LayerRange) -> None:
+        """One part of a range has ended."""
+        with self._changed:
+            self.missing[piece.group, piece.index] -= 1
+            self._changed.notify_all()
+
+    def wait(self, places: Iterable[tuple[int, int]], timeout_s: float) -> bool:
+        """True once all parts of these ranges have ended; False when that took longer than `timeout_s` seconds."""
+        wanted = list(places)
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(self.missing[place] for place in wanted), timeout_s)
+
+    @property
+    def withdrawn(self) -> bool:
+        """True when nothing of this load shall be written any more."""
+        return self._withdrawn
+
+
+class LayerLoader:
+    """Reads ranges of layers out of get sessions, in the order in which the step needs them."""
+
+    def __init__(
+        self,
+        transfer: LayerTransfer,
+        plan: LayerPlan,
+        outage: Outage,
+        counters: Counters,
+        clock: Clock,
+        timeout_s: float,
+        renew_s: float,
+        prefetch_layers: int | None,
+    ) -> None:
+        """`renew_s`: age at which a get session is renewed, well below the store's lease. `prefetch_layers`: how far
+        loads run ahead of the layer that computes; None for as far as the transport gets."""
+        self._transfer = transfer
+        self._store = transfer.store
+        self._plan = plan
+        self._outage = outage
+        self._counters = counters
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._renew_s = renew_s
+        self._prefetch_layers = prefetch_layers
+        self._told: set[str] = set()
+        self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-loader")
+
+    def start(self, loads: Mapping[str, Sequence[GroupLoad]], event: Event) -> LayerLoad:
+        """Begin to fill blocks, by request, none before `event`. Returns when the step may begin to compute."""
+        by_group: dict[int, list[_Object]] = {}
+        for request_id, groups in loads.items():
+            for group in groups:
+                by_group.setdefault(group.group, []).extend(
+                    _Object(request_id, key, block_id)
+                    for key, block_id in zip(group.keys, group.block_ids, strict=True)
+                )
+        all_parts: list[_Part] = []
+        pieces: list[tuple[LayerRange, _Part]] = []
+        for number, objects in by_group.items():
+            ranges = self._plan.ranges[number]
+            size = min(self._transfer.per_call(piece) for piece in ranges)
+            for part in parts(len(objects), size):
+                all_parts.append(_Part(number, objects[part], len(ranges)))
+                pieces += [(piece, all_parts[-1]) for piece in ranges]
+        pieces.sort(key=lambda pair: pair[0].index)
+        load = LayerLoad(self._clock.now() + self._timeout_s, self._clock, event, all_parts, pieces)
+        first = self._plan.needed.get("", frozenset())
+        self._ask(load, max((index for _, index in first), default=0))
+        self._wait(load, "")
+        return load
+
+    def wait(self, load: LayerLoad, hook: str) -> None:
+        """A layer's wait hook: returns when all that the layer reads has landed, or when the load's time is up."""
+        load.waited.add(hook)
+        places = self._plan.needed.get(hook)
+        if places:
+            self._ask(load, max(index for _, index in places))
+            self._wait(load, hook)
+
+    def settle(self, load: LayerLoad) -> dict[str, list[int]]:
+        """The step's end: by request the blocks that do not hold their content; nothing is written after this."""
+        self._fail_unwaited(load)
+        if any(load.missing.values()):
+            self._withdraw(load)
+        # A store that has not answered in time is as good as down, though its answer may come yet.
+        self._outage.note([one.status for one in load.objects if one.status is Status.TIMEOUT])
+        failed: dict[str, list[int]] = {one.request_id: [] for one in load.objects}
+        reasons: Counter[Status] = Counter()
+        for one in load.objects:
+            if not one.status.ok:
+                failed[one.request_id].append(one.block_id)
+                reasons[one.status] += 1
+        self._counters.add("load_blocks_ok", len(load.objects) - reasons.total())
+        for status, count in reasons.items():
+            self._counters.add(f"load_blocks_{status.value}", count)
+        if reasons:
+            logger.warning(
+                "event=load_failed requests=%s blocks=%d of=%d %s: they are computed instead",
+                ",".join(request_id for request_id, blocks in failed.items() if blocks),
+                reasons.total(),
+                len(load.objects),
+                " ".join(f"{status.value}={count}" for status, count in reasons.items()),
+            )
+        return failed
+
+    def close(self) -> None:
+        """Wait for ranges under way (the transport bounds them) and end the threads."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _fail_unwaited(self, load: LayerLoad) -> None:
+        """A layer that did not wait may have read what had not landed: its group's blocks count as not loaded."""
+        for part in load.parts:
+            for hook in sorted(self._plan.hooks(part.group) - load.waited):
+                self._counters.add("load_hook_faults")
+                if hook not in self._told:
+                    self._told.add(hook)
+                    logger.error(
+                        "event=load_hook layer=%s calls=0 expected=1: the engine computed this layer without waiting "
+                        "for its load, so the step's loaded blocks are computed again. A fused or captured attention "
+                        "that goes round the hook is the usual cause; run with piecewise graphs or eagerly, or set "
+                        "use_layerwise to false",
+                        hook,
+                    )
+                for one in part.objects:
+                    one.status = Status.INVALID if one.status.ok else one.status
+
+    def _wait(self, load: LayerLoad, hook: str) -> None:
+        places = self._plan.needed.get(hook, frozenset())
+        if not load.wait(places, max(0.0, load.deadline - self._clock.now())):
+            self._withdraw(load)
+
+    def _withdraw(self, load: LayerLoad) -> None:
+        """The load's time is up: blocks of which anything has not landed have failed and will not be touched."""
+        load.withdraw()
+        for part in load.parts:
+            if part.left:
+                for one in part.objects:
+                    one.status = Status.TIMEOUT if one.status.ok else one.status
+        # What was never asked for ends at once, and closes its sessions.
+        while load.queue:
+            self._threads.submit(self._move, load, *load.queue.pop())
+
+    def _ask(self, load: LayerLoad, reached: int) -> None:
+        """Put ranges on their way, up to `prefetch_layers` beyond the range that computes."""
+        while load.queue:
+            piece = load.queue[-1][0]
+            ahead = 0 if self._prefetch_layers is None else -(-self._prefetch_layers // len(piece.layout.layers))
+            if ahead and piece.index > reached + ahead:
+                return
+            self._threads.submit(self._move, load, *load.queue.pop())
+
+    def _move(self, load: LayerLoad, piece: LayerRange, part: _Part) -> None:
+        try:
+            if not load.withdrawn:
+                self._read(load, piece, part)
+        except Exception:
+            # Whatever breaks here, the request goes on: its blocks count as not loaded and are computed.
+            logger.exception("event=load_raised blocks=%d", len(part.objects))
+            for one in part.objects:
+                one.status = Status.UNAVAILABLE
+        finally:
+            with part.begin:
+                part.left -= 1
+                last = not part.left
+            if last and part.begun_at is not None:
+                self._end([one.key for one in part.objects])
+            load.landed(piece)
+
+    def _read(self, load: LayerLoad, piece: LayerRange, part: _Part) -> None:
+        self._begin(part)
+        some = [one for one in part.objects if one.status.ok]
+        if not some:
+            return
+        statuses = self._transfer.load(piece, [one.key for one in some], [one.block_id for one in some], load)
+        self._outage.note(statuses)
+        for one, status in zip(some, statuses, strict=True):
+            if not status.ok:
+                one.status = status
+
+    def _begin(self, part: _Part) -> None:
+        """Open the sessions, or renew them before their lease ends; whoever comes meanwhile waits."""
+        with part.begin:
+            now = self._clock.now()
+            if part.begun_at is not None and now - part.begun_at < self._renew_s:
+                return
+            part.begun_at = now
+            some = [one for one in part.objects if one.status.ok]
+            statuses = statuses_of(self._store.begin_get, [one.key for one in some])
+            self._outage.note(statuses)
+            for one, status in zip(some, statuses, strict=True):
+                if not status.ok:
+                    one.status = status
+
+    def _end(self, keys: Sequence[str]) -> None:
+        try:
+            self._store.end_get(keys)
+        except Exception:
+            # A session that stays open holds a lease that runs out by itself.
+            logger.exception("event=store_raised call=end_get keys=%d", len(keys))

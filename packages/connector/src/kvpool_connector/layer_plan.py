@@ -1,0 +1,128 @@
+"""Which bytes of an object belong to which layers, and which of the engine's hooks speaks for them.
+
+The engine calls a hook before and after a layer's attention, by the name of the layer's cache entry. An indexer that
+registers an entry of its own has no hooks: it runs inside its layer's attention, or just in front of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpool_connector.contract.layout import Layer, ShardLayout
+from kvpool_connector.registration import is_indexer
+
+MIN_RANGE_BYTES = 64 << 10
+"""Layers are moved together until a block's range has this many bytes: below it a range's fixed cost is most of it."""
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Consecutive layers of one group that are moved together: one run of bytes of each object."""
+
+    group: int
+    index: int
+    layout: ShardLayout
+    """These layers alone."""
+    offset: int
+    """Where they start in the object, in bytes."""
+    hooks: frozenset[str]
+    """Cache entries whose save hook must have been called before the layers may be saved."""
+    after_step: bool
+    """True where that is not enough: no hook speaks for a layer, or it is computed several times a step (MTP)."""
+
+
+class LayerPlan:
+    """The ranges of all groups of a rank, and the hooks they hang on."""
+
+    def __init__(self, layouts: Sequence[ShardLayout | None], layers_per_transfer: int | None = None) -> None:
+        """`layers_per_transfer`: None for as many as make a range of `MIN_RANGE_BYTES`."""
+        held = [layout for layout in layouts if layout]
+        self._hook_of_label = _hooks(held)
+        self.ranges: tuple[tuple[LayerRange, ...], ...] = tuple(
+            self._ranges(layout, layers_per_transfer) if layout else () for layout in layouts
+        )
+        self.needed: Mapping[str, frozenset[tuple[int, int]]] = self._needed(held)
+        """By hook, `(group, range index)` of what must have landed when its wait returns; "" is the step's start."""
+        self.due: Mapping[str, tuple[LayerRange, ...]] = self._due()
+        """By hook, ranges that a save hook can complete."""
+
+    def hooks(self, group: int) -> frozenset[str]:
+        """Hooks that must be called in every step for `group`."""
+        return frozenset(hook for piece in self.ranges[group] for hook in piece.hooks)
+
+    def _ranges(self, layout: ShardLayout, layers_per_transfer: int | None) -> tuple[LayerRange, ...]:
+        count = layers_per_transfer or _layers_of(MIN_RANGE_BYTES, layout)
+        ranges: list[LayerRange] = []
+        offset = 0
+        for start in range(0, len(layout.layers), count):
+            layers = layout.layers[start : start + count]
+            part = ShardLayout(layout.group, layout.block_size, layout.num_blocks, layers, layout.regions)
+            hooks = [self._hook_of_label.get(layer.label) for layer in layers]
+            ranges.append(
+                LayerRange(
+                    layout.group,
+                    len(ranges),
+                    part,
+                    offset,
+                    frozenset(hook for hook in hooks if hook),
+                    None in hooks or any(layer.label.startswith("mtp.") for layer in layers),
+                )
+            )
+            offset += part.object_bytes
+        return tuple(ranges)
+
+    def _needed(self, layouts: Sequence[ShardLayout]) -> Mapping[str, frozenset[tuple[int, int]]]:
+        labels = sorted({layer.label for layout in layouts for layer in layout.layers}, key=_order)
+        before: dict[str, str] = {}
+        last = ""
+        for label in labels:
+            before[label] = last
+            last = self._hook_of_label.get(label) or last
+        needed: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+        for pieces in self.ranges:
+            for piece in pieces:
+                for layer in piece.layout.layers:
+                    place = (piece.group, piece.index)
+                    needed[self._hook_of_label.get(layer.label) or before[layer.label]].add(place)
+                    if any(map(is_indexer, layer.layer_names)):
+                        # It may read in front of its layer's wait, but not in front of the one before.
+                        needed[before[layer.label]].add(place)
+        return {hook: frozenset(places) for hook, places in needed.items()}
+
+    def _due(self) -> Mapping[str, tuple[LayerRange, ...]]:
+        due: defaultdict[str, list[LayerRange]] = defaultdict(list)
+        for pieces in self.ranges:
+            for piece in pieces:
+                for hook in piece.hooks:
+                    due[hook].append(piece)
+        return {hook: tuple(pieces) for hook, pieces in due.items()}
+
+
+def _hooks(layouts: Sequence[ShardLayout]) -> dict[str, str]:
+    """By layer label the one entry whose hooks speak for the layer, whatever group it is in."""
+    hooks: dict[str, str] = {}
+    for layout in layouts:
+        for layer in layout.layers:
+            own = _own_hook(layer)
+            if own:
+                hooks.setdefault(layer.label, own)
+    return hooks
+
+
+def _own_hook(layer: Layer) -> str | None:
+    """The first entry with hooks. Later ones share the first one's tensors, which the first one's attention fills."""
+    return next((name for name in layer.layer_names if not is_indexer(name)), None)
+
+
+def _layers_of(num_bytes: int, layout: ShardLayout) -> int:
+    mean = max(1, layout.object_bytes // len(layout.layers))
+    return min(len(layout.layers), max(1, -(-num_bytes // mean)))
+
+
+def _order(label: str) -> tuple[int, int, str]:
+    if label.isdigit():
+        return (0, int(label), "")
+    kind, _, index = label.partition(".")
+    return (1, int(index), "") if kind == "mtp" and index.isdigit() else (2, 0, label)

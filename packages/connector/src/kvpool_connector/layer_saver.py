@@ -1,0 +1,301 @@
+"""Saves a step's blocks layer by layer while the step computes: an object appears when its last layer is in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvpool_connector.contract.clock import Clock
+from kvpool_connector.contract.device import Event
+from kvpool_connector.contract.status import Status
+from kvpool_connector.counters import Counters
+from kvpool_connector.fence import Fence, Ticket
+from kvpool_connector.layer_plan import LayerPlan, LayerRange
+from kvpool_connector.layer_transfer import LayerTransfer
+from kvpool_connector.outage import Outage
+from kvpool_connector.saver import GroupSave, count_saved
+from kvpool_connector.transfer import parts, statuses_of
+
+logger = logging.getLogger(__name__)
+
+RANGES_IN_FLIGHT = 2
+"""One range is copied to staging while another is on the wire."""
+
+
+@dataclass
+class _Object:
+    """One block's object while it is written."""
+
+    key: str
+    block_id: int
+    left: int
+    """Ranges that are not in yet."""
+    opened: bool = False
+    """A session may be open in the store."""
+    status: Status | None = None
+    """How it ended: stored, there already, or refused by the store."""
+    fault: str = ""
+    """Why it must not appear although the store did not refuse it."""
+
+    @property
+    def open(self) -> bool:
+        return self.status is None and not self.fault
+
+
+@dataclass
+class _Group:
+    """A group's part of a step's save."""
+
+    objects: list[_Object]
+    ticket: Ticket
+    begin: threading.Lock = field(default_factory=threading.Lock)
+    begun_at: float | None = None
+
+
+class LayerSave:
+    """One step's save. Hooks of the step's thread mark layers as computed; two threads move them."""
+
+    def __init__(self, groups: dict[int, _Group]) -> None:
+        self.groups = groups
+        self.fired: Counter[str] = Counter()
+        """Save hooks called in this step."""
+        self.sent: set[tuple[int, int]] = set()
+        """Ranges that are on their way, by group and index."""
+        self.lock = threading.Lock()
+        self.tasks = 1
+        """Tasks that have not ended, and one for the step itself."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups."""
+        return sum(len(group.objects) for group in self.groups.values())
+
+
+class LayerSaver:
+    """Writes ranges of layers into put sessions, and ends, or revokes, the sessions.
+
+    An object is ended only when every one of its ranges was written, by this saver's own count, within the session's
+    limit, and every hook of its layers was called as often as it should. All others are revoked. Once a session is
+    older than the limit nothing is written to it: past the store's release time-out its memory is somebody else's.
+    """
+
+    def __init__(
+        self,
+        transfer: LayerTransfer,
+        plan: LayerPlan,
+        object_bytes: Sequence[int],
+        fence: Fence,
+        outage: Outage,
+        counters: Counters,
+        clock: Clock,
+        max_queued_blocks: int,
+        event_timeout_s: float,
+        session_limit_s: float,
+    ) -> None:
+        """`object_bytes`: by group. `session_limit_s` must lie below the store's discard time-out."""
+        self._transfer = transfer
+        self._store = transfer.store
+        self._plan = plan
+        self._object_bytes = object_bytes
+        self._fence = fence
+        self._outage = outage
+        self._counters = counters
+        self._clock = clock
+        self._max_queued_blocks = max_queued_blocks
+        self._event_timeout_s = event_timeout_s
+        self._session_limit_s = session_limit_s
+        self._num_queued = 0
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+        self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-saver")
+
+    def open(self, saves: Iterable[GroupSave]) -> LayerSave | None:
+        """Before a step computes: these blocks will be complete at its end. None when there is nothing to do."""
+        by_group: dict[int, list[_Object]] = {}
+        for save in saves:
+            num_ranges = len(self._plan.ranges[save.group])
+            objects = by_group.setdefault(save.group, [])
+            objects += [
+                _Object(key, block_id, num_ranges) for key, block_id in zip(save.keys, save.block_ids, strict=True)
+            ]
+        num_blocks = sum(map(len, by_group.values()))
+        if not num_blocks:
+            return None
+        if self._outage.active:
+            self._counters.add("save_blocks_dropped_outage", num_blocks)
+            return None
+        with self._lock:
+            fits = self._num_queued + num_blocks <= self._max_queued_blocks
+            if fits:
+                self._num_queued += num_blocks
+        if not fits:
+            self._counters.add("save_blocks_dropped_queue_full", num_blocks)
+            return None
+        return LayerSave(
+            {
+                group: _Group(
+                    objects,
+                    self._fence.ticket((one.block_id for one in objects), len(self._plan.ranges[group])),
+                )
+                for group, objects in by_group.items()
+            }
+        )
+
+    def computed(self, save: LayerSave, hook: str, event: Event) -> None:
+        """A layer's save hook: ranges whose layers are all computed once `event` has happened go on their way."""
+        save.fired[hook] += 1
+        for piece in self._plan.due.get(hook, ()):
+            if piece.group in save.groups and not piece.after_step and all(save.fired[name] for name in piece.hooks):
+                self._send(save, piece, event)
+
+    def close(self, save: LayerSave, event: Event | None) -> None:
+        """The step's end: what waits for it goes on its way, and what no hook vouches for is given up.
+
+        `event` is None for a step that broke off: nothing of it is stored.
+        """
+        for number, group in save.groups.items():
+            fault = self._fault(save, number) if event else "step_broken"
+            if fault:
+                for one in group.objects:
+                    one.fault = one.fault or fault
+            elif event:
+                for piece in self._plan.ranges[number]:
+                    self._send(save, piece, event)
+        self._ended(save)
+
+    def finish(self) -> bool:
+        """Wait for what is under way (the transport bounds it) and end the threads; True when they have ended."""
+        self._threads.shutdown(wait=True)
+        return True
+
+    def _fault(self, save: LayerSave, group: int) -> str:
+        """Why a group's objects of this step must not appear; told once for each layer."""
+        once = {hook for piece in self._plan.ranges[group] if not piece.after_step for hook in piece.hooks}
+        for hook in sorted(self._plan.hooks(group)):
+            calls = save.fired[hook]
+            if calls == 1 or (calls > 1 and hook not in once):
+                continue
+            self._counters.add("save_hook_faults")
+            if hook not in self._told:
+                self._told.add(hook)
+                logger.error(
+                    "event=save_hook layer=%s calls=%d expected=1: the engine did not say once that this layer is "
+                    "computed, so the step's blocks are not stored. A fused or captured attention that goes round the "
+                    "hook is the usual cause; run with piecewise graphs or eagerly, or set use_layerwise to false",
+                    hook,
+                    calls,
+                )
+            return "hooks"
+        return ""
+
+    def _send(self, save: LayerSave, piece: LayerRange, event: Event) -> None:
+        place = (piece.group, piece.index)
+        if place in save.sent:
+            return
+        save.sent.add(place)
+        with save.lock:
+            save.tasks += 1
+        self._threads.submit(self._move, save, piece, event)
+
+    def _move(self, save: LayerSave, piece: LayerRange, event: Event) -> None:
+        group = save.groups[piece.group]
+        try:
+            self._write(save, group, piece, event)
+        except Exception:
+            # Whatever breaks, the objects are simply not stored.
+            logger.exception("event=layer_save_failed blocks=%d", len(group.objects))
+            with save.lock:
+                for one in group.objects:
+                    one.fault = one.fault or "failed"
+        finally:
+            self._ended(save)
+
+    def _write(self, save: LayerSave, group: _Group, piece: LayerRange, event: Event) -> None:
+        if not event.wait(self._event_timeout_s):
+            logger.error("event=device_late limit_s=%g blocks=%d: not stored", self._event_timeout_s, save.num_blocks)
+            self._give_up(save, group.objects, "device_late")
+            return
+        self._begin(group, piece)
+        moving = [one for one in group.objects if one.open]
+        for part in parts(len(moving), self._transfer.per_call(piece)):
+            # Checked again for each part: another range of the same object may have failed meanwhile.
+            some = [one for one in moving[part] if one.open]
+            statuses = self._transfer.save(
+                piece,
+                [one.key for one in some],
+                [one.block_id for one in some],
+                group.ticket,
+                lambda: self._fresh(group),
+            )
+            with save.lock:
+                for one, status in zip(some, statuses, strict=True):
+                    if status is Status.OK:
+                        one.left -= 1
+                    elif status is not None:
+                        one.status = one.status or status
+            lost = [one for one, status in zip(some, statuses, strict=True) if status is None]
+            self._give_up(save, lost, "overwritten" if self._fresh(group) else "stale")
+        group.ticket.drop([one.block_id for one in group.objects if not one.open])
+
+    def _begin(self, group: _Group, piece: LayerRange) -> None:
+        """Open the sessions, once; whoever comes meanwhile waits."""
+        with group.begin:
+            if group.begun_at is not None:
+                return
+            # Taken before the call, so that the age is never thought less than it is.
+            begun_at = self._clock.now()
+            keys = [one.key for one in group.objects]
+            statuses = statuses_of(self._store.begin_put, keys, [self._object_bytes[piece.group]] * len(keys))
+            for one, status in zip(group.objects, statuses, strict=True):
+                one.opened = status.ok or status.outage
+                if not status.ok:
+                    one.status = status
+            group.begun_at = begun_at
+
+    def _fresh(self, group: _Group) -> bool:
+        return group.begun_at is not None and self._clock.now() - group.begun_at < self._session_limit_s
+
+    def _give_up(self, save: LayerSave, objects: Iterable[_Object], fault: str) -> None:
+        with save.lock:
+            for one in objects:
+                one.fault = one.fault or fault
+
+    def _ended(self, save: LayerSave) -> None:
+        """A task has ended; the last one ends the sessions."""
+        with save.lock:
+            save.tasks -= 1
+            if save.tasks:
+                return
+        try:
+            for group in save.groups.values():
+                self._end(group)
+        finally:
+            for group in save.groups.values():
+                group.ticket.close()
+            with self._lock:
+                self._num_queued -= save.num_blocks
+
+    def _end(self, group: _Group) -> None:
+        if group.begun_at is not None and not self._fresh(group):
+            for one in group.objects:
+                one.fault = one.fault or "stale"
+        for one in group.objects:
+            if one.open and one.left:
+                one.fault = "incomplete"
+        whole = [one for one in group.objects if one.open]
+        for one, status in zip(whole, statuses_of(self._store.end_put, [one.key for one in whole]), strict=True):
+            if status.ok or status.outage:
+                one.status = status
+            else:
+                # Another writer has the key, or the store gave the session up: nothing is stored by this one.
+                one.fault = "lost"
+        statuses_of(
+            self._store.revoke_put, [one.key for one in group.objects if one.opened and one.status is not Status.OK]
+        )
+        count_saved([one.status for one in group.objects if one.status], self._outage, self._counters)
+        for fault, count in Counter(one.fault for one in group.objects if one.fault and not one.status).items():
+            self._counters.add(f"save_blocks_dropped_{fault}", count)
