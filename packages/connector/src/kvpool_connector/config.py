@@ -141,8 +141,8 @@ class PoolSettings(_Settings):
     save_decode_cache: bool = False
     """Also save blocks that hold generated tokens."""
     discard_partial_chunks: Literal[True] = True
-    use_layerwise: Literal[False, True, "auto"] = False
-    """Load and save layer by layer while a step computes; `auto`: where it pays."""
+    use_layerwise: bool = False
+    """Load and save layer by layer while a step computes."""
     layerwise_prefetch_layers: Annotated[int, Field(ge=1)] | None = None
     """Layers that loads may run ahead of the one that computes; null: as many as the transport manages."""
     layerwise_layers_per_transfer: Annotated[int, Field(ge=1)] | None = None
@@ -184,6 +184,11 @@ class PoolSettings(_Settings):
 
     @model_validator(mode="after")
     def _checksums_are_made_in_staging(self) -> Self:
+        if self.integrity != "off" and self.use_layerwise:
+            raise ValueError(
+                f'integrity = {self.integrity!r} is not supported with use_layerwise (yet); set integrity to "off", or '
+                "use_layerwise to false"
+            )
         if self.integrity != "off" and self.transfer == "direct":
             raise ValueError(
                 f'integrity = {self.integrity!r} needs the staging area; set transfer to "packed" or "auto", or '

@@ -122,7 +122,7 @@ class PoolWorker:
         settings, store = self._settings, self._store
         if not isinstance(store, SessionStore):
             raise ConfigError(
-                f"use_layerwise = {settings.use_layerwise!r}, but the store ({type(store).__name__}) has no sessions; "
+                f"use_layerwise is true, but the store ({type(store).__name__}) has no sessions; "
                 "set use_layerwise to false"
             )
         assert self._staging is not None, "layers pass through staging"
