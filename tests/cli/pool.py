@@ -32,6 +32,7 @@ BLOCK = 4
 """Tokens of a block."""
 SEED = "7"
 LEASE_MS = 2000
+CAPACITY = 1 << 30
 
 
 def connect_simulated(settings: StoreSettings, pool: PoolSettings) -> Store:
@@ -79,9 +80,9 @@ def simulated_pool() -> Iterator[Pool]:
     """On the simulated store."""
     with (
         SimulatedMaster(clock=MonotonicClock(), options=MasterOptions(LEASE_MS), profile="tcp") as master,
-        endpoint_of(master) as endpoint,
+        endpoint_of(master, CAPACITY) as endpoint,
     ):
-        owner = make_simulated_store(master.address, 1 << 30)
+        owner = make_simulated_store(master.address, CAPACITY)
         yield Pool("simulator", master.address, endpoint, connect_simulated, owner)
         owner.close()
 
@@ -89,7 +90,7 @@ def simulated_pool() -> Iterator[Pool]:
 @contextmanager
 def real_pool() -> Iterator[Pool]:
     """On real Mooncake."""
-    with real_master(1 << 30, LEASE_MS / 1000) as master:
+    with real_master(CAPACITY, LEASE_MS / 1000) as master:
         store = make_real_store(master.address, 0)
         yield Pool("mooncake", master.address, master.endpoint, connect_mooncake, store)
         store.close()

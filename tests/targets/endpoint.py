@@ -10,16 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
 from kvpool_simulator.store import SimulatedMaster
-from kvpool_simulator.store.master import Master
 
 
 @contextmanager
-def endpoint_of(master: SimulatedMaster) -> Iterator[str]:
-    """`host:port` where the master's keys, sizes, segments and metrics are told, without leases."""
+def endpoint_of(master: SimulatedMaster, capacity: int) -> Iterator[str]:
+    """`host:port` where keys, sizes, segments and metrics are told, without leases. `capacity`: bytes of memory."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, body = answer(master.service.master, self.path)
+            status, body = answer(master, self.path, capacity)
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -39,36 +38,34 @@ def endpoint_of(master: SimulatedMaster) -> Iterator[str]:
         thread.join(10)
 
 
-def answer(master: Master, path: str) -> tuple[int, bytes]:
+def answer(master: SimulatedMaster, path: str, capacity: int) -> tuple[int, bytes]:
     """Status and body, in the forms that were seen of mooncake_master 0.3.13.post1."""
     name, _, query = path.partition("?")
+    keys: list[str] = master.service.call("keys")
     if name == "/get_all_keys":
-        return 200, ("\n".join(master.keys()) + "\n").encode()
+        return 200, ("\n".join(keys) + "\n").encode()
     if name == "/batch_query_keys":
-        return 200, json.dumps({"success": True, "data": {key: _found(master, key) for key in _keys(query)}}).encode()
+        # Decoded once, and cut afterwards: a comma cannot be named.
+        asked = unquote(query.removeprefix("keys=")).split(",")
+        return 200, json.dumps({"success": True, "data": {key: _found(master, key) for key in asked}}).encode()
     if name == "/get_segments_detail":
-        segments = {
+        segment = {
             "segment_name": "simulated",
             "te_endpoint": "127.0.0.1:0",
-            "size_bytes": master.capacity_bytes,
-            "allocator_used_bytes": master.used_bytes,
+            "size_bytes": capacity,
+            "allocator_used_bytes": sum(len(master.peek(key) or b"") for key in keys),
             "protocol": "tcp",
             "status": "OK",
         }
-        return 200, json.dumps({"segments": [segments] if master.capacity_bytes else []}).encode()
+        return 200, json.dumps({"segments": [segment]}).encode()
     if name == "/metrics":
-        counts = {"master_evicted_key_count": master.evicted, "master_active_clients": 1}
+        counts = {"master_evicted_key_count": 0, "master_active_clients": 1}
         return 200, "".join(f"# TYPE {k} counter\n{k} {v}\n" for k, v in counts.items()).encode()
     return 404, b"{}"
 
 
-def _keys(query: str) -> list[str]:
-    # Decoded once, and cut afterwards: a comma cannot be named.
-    return unquote(query.removeprefix("keys=")).split(",")
-
-
-def _found(master: Master, key: str) -> dict[str, object]:
-    size = master.peek(key).num_bytes
-    if not size:
+def _found(master: SimulatedMaster, key: str) -> dict[str, object]:
+    value = master.peek(key)
+    if value is None:
         return {"ok": False, "error": "OBJECT_NOT_FOUND", "values": None}
-    return {"ok": True, "error": None, "values": [{"size_": size}]}
+    return {"ok": True, "error": None, "values": [{"size_": len(value)}]}
