@@ -74,6 +74,13 @@ def test_a_corrupt_descriptor_is_found(pool: Pool, namespace: str, value: bytes)
     assert sorted(bool(shard["trouble"]) for shard in shards) == [False, True]
 
 
+def test_a_descriptor_that_is_too_large_is_not_read(pool: Pool, namespace: str) -> None:
+    filled = fill(pool, namespace, TOKENS)
+    pool.overwrite(filled.shards[0].descriptor_key(), bytes((8 << 20) + 1))
+    found = pool.ask("verify", "--namespace", namespace, status=2)
+    assert "8388609 bytes, at most" in found["wrong"][0]["why"]
+
+
 def test_a_descriptor_of_another_shard_is_found(pool: Pool, namespace: str) -> None:
     filled = fill(pool, namespace, TOKENS)
     other = pool.store.read(filled.shards[1].descriptor_key())[1]

@@ -38,7 +38,10 @@ def parse_size(value: object) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f'{value!r} is not a size; expected bytes or a text like "1GB", "10GiB", "512MB"')
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+    size = float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " ")
+    if size >= 1 << 63:
+        raise ValueError(f"{str(value)[:40]!r} is more bytes than any machine has")
+    return int(size)
 
 
 def _tenant(value: object) -> object:

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
 """About 300,000 keys; nothing longer is read from the wire."""
+MAX_KEYS = 1 << 20
+"""Short strings take far more memory than bytes on the wire, so they are counted before they are read."""
 IDLE_LIMIT_S = 600.0
 """A connection that says nothing for so long is closed; the client opens another."""
 
@@ -86,8 +88,8 @@ def _serve(connection: socket.socket, store: Store) -> None:
     with contextlib.suppress(OSError):
         while (message := _receive(connection)) is not None:
             try:
-                keys = msgspec.msgpack.decode(message, type=list[str])
-            except msgspec.MsgspecError as error:
+                keys = _texts(message)
+            except (ValueError, msgspec.MsgspecError) as error:
                 logger.warning("event=lookup_refused error=%s", error)
                 return
             _send(connection, msgspec.msgpack.encode([status.value for status in statuses_of(store.exist, keys)]))
@@ -130,7 +132,7 @@ class SocketLookup:
             self._connection.connect(str(self._path))
         _send(self._connection, msgspec.msgpack.encode(keys), deadline)
         answer = _receive(self._connection, deadline)
-        values = msgspec.msgpack.decode(answer or b"", type=list[str])
+        values = _texts(answer or b"")
         if len(values) != len(keys):
             raise ValueError(f"{len(values)} answers to {len(keys)} keys")
         return [Status(value) for value in values]
@@ -157,6 +159,16 @@ def _receive(connection: socket.socket, deadline: float | None = None) -> bytes 
         logger.warning("event=lookup_refused bytes=%d limit=%d", size, MAX_MESSAGE_BYTES)
         return None
     return _read(connection, size, deadline)
+
+
+def _texts(message: bytes) -> list[str]:
+    """The message's texts. Raises `ValueError` for too many, `msgspec.MsgspecError` for anything else."""
+    # MessagePack's arrays of 16 and 32 bits of length; shorter ones are short.
+    width = {0xDC: 2, 0xDD: 4}.get(message[0], 0) if message else 0
+    count = int.from_bytes(message[1 : 1 + width], "big")
+    if count > MAX_KEYS:
+        raise ValueError(f"{count} texts in one message; at most {MAX_KEYS}")
+    return msgspec.msgpack.decode(message, type=list[str])
 
 
 def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes | None:

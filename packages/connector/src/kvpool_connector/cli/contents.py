@@ -62,7 +62,7 @@ def pool_status(session: Session, namespace: str | None) -> Answer:
     sizes = {id(o): endpoint.sizes([str(key) for key in o.blocks]) for o in shards}
     if shards:
         with session.store() as store:
-            read_descriptors(store, shards)
+            read_descriptors(store, endpoint, shards)
     metrics = endpoint.metrics()
     segments = endpoint.segments()
     capacity, used = sum(s.num_bytes for s in segments), sum(s.used_bytes for s in segments)

@@ -145,7 +145,8 @@ class Checkup:
 
     def _namespace(self, store: Store, settings: StoreSettings) -> Finding:
         namespace = self.pool.namespace
-        inventory = take_inventory(self.session.master_endpoint().keys())
+        endpoint = self.session.master_endpoint()
+        inventory = take_inventory(endpoint.keys())
         tenant = settings.tenant_id
         words = f"namespace {namespace!r}" + ("" if tenant == DEFAULT_TENANT else f", tenant {tenant!r}")
         foreign = inventory.foreign_in(namespace)
@@ -157,7 +158,7 @@ class Checkup:
                 "find out who; `kvpool ls` lists them",
             )
         shards = inventory.of(namespace)
-        read_descriptors(store, shards)
+        read_descriptors(store, endpoint, shards)
         found = deployments(shards)
         by_model = {d.shape.model.name for d in found}
         if len(found) > len(by_model):

@@ -44,7 +44,8 @@ def explain(session: Session, question: Question, *, all_blocks: bool = False) -
         raise CommandError(
             "prompts of adapters cannot be explained yet: vLLM's hash holds the adapter's path, which differs by host"
         )
-    present = set(session.master_endpoint().keys())
+    endpoint = session.master_endpoint()
+    present = set(endpoint.keys())
     shards = take_inventory(present).of(question.namespace)
     if not shards:
         raise CommandError(
@@ -52,7 +53,7 @@ def explain(session: Session, question: Question, *, all_blocks: bool = False) -
             "the engine's namespace setting, and the engine's master?"
         )
     with session.store() as store:
-        read_descriptors(store, shards)
+        read_descriptors(store, endpoint, shards)
     found = deployments(shards)
     if not found:
         raise CommandError(

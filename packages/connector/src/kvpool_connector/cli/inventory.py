@@ -6,12 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvpool_connector.cli.endpoint import MasterEndpoint
 from kvpool_connector.cli.output import CommandError
 from kvpool_connector.contract.descriptor import Descriptor
 from kvpool_connector.contract.errors import DescriptorError, KeyFormatError
 from kvpool_connector.contract.keys import PREFIX, Key, parse_key
 from kvpool_connector.contract.shards import Shard
 from kvpool_connector.contract.store import Store
+
+MAX_DESCRIPTOR_BYTES = 8 << 20
+"""One of a hundred layers has some 60 KB."""
 
 
 @dataclass
@@ -78,10 +82,15 @@ def take_inventory(keys: Iterable[str]) -> Inventory:
     return Inventory(shards, sorted(foreign), num_others)
 
 
-def read_descriptors(store: Store, shards: Sequence[ShardObjects]) -> None:
-    """Decode each shard's descriptor, or note in words why it cannot be."""
+def read_descriptors(store: Store, endpoint: MasterEndpoint, shards: Sequence[ShardObjects]) -> None:
+    """Decode each shard's descriptor, or note in words why it cannot be. What is too large is not read."""
+    sizes = endpoint.sizes([objects.shard.descriptor_key() for objects in shards])
     for objects in shards:
         if objects.trouble == "no descriptor object in the pool":
+            continue
+        size = sizes.get(objects.shard.descriptor_key(), 0)
+        if size > MAX_DESCRIPTOR_BYTES:
+            objects.trouble = f"its descriptor object is corrupt: {size} bytes, at most {MAX_DESCRIPTOR_BYTES}"
             continue
         status, value = store.read(objects.shard.descriptor_key())
         if not status.ok:
@@ -89,6 +98,7 @@ def read_descriptors(store: Store, shards: Sequence[ShardObjects]) -> None:
             continue
         try:
             descriptor = Descriptor.from_json(value)
+            _ = descriptor.object_bytes
         except DescriptorError as error:
             objects.trouble = f"its descriptor object is corrupt: {error}"
             continue

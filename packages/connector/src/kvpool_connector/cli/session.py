@@ -50,7 +50,7 @@ class Session:
             host, _, _ = self.store_settings().master_server_address.rpartition(":")
             return MasterEndpoint(host.strip("[]"), DEFAULT_PORT)
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise CommandError(f'--endpoint {text!r} is not an address; expected "host:port", e.g. "10.0.0.1:9003"')
         return MasterEndpoint(host.strip("[]"), int(port))
 

@@ -31,7 +31,7 @@ def verify(session: Session, texts: Sequence[str], namespace: str | None, *, rea
         for objects in shards:
             if not namespace:
                 objects.trouble = "descriptor not read"
-            read_descriptors(store, [objects])
+            read_descriptors(store, endpoint, [objects])
             keys = objects.blocks
             if objects.trouble:
                 kind = faults if "corrupt" in objects.trouble or "another's" in objects.trouble else None

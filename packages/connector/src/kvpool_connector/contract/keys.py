@@ -4,9 +4,9 @@
     descriptor = "kvpool1/" namespace "/" epoch "/" fingerprint "/descriptor"
 
 `namespace` is a user's name with every byte outside `A-Z a-z 0-9 _ . - ~` percent-encoded; `epoch` a decimal number
-that a reset raises; `fingerprint` 32 hexadecimal digits (`kvpool_connector.contract.descriptor`); `block_hash` the
-engine's hash of the block and all before it, in hexadecimal; `tag` 16 hexadecimal digits that keep adapters and salts
-apart, absent when there are none.
+of at most 18 digits that a reset raises; `fingerprint` 32 hexadecimal digits (`kvpool_connector.contract.descriptor`);
+`block_hash` the engine's hash of the block and all before it, in hexadecimal; `tag` 16 hexadecimal digits that keep
+adapters and salts apart, absent when there are none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpool_connector.contract.errors import KeyFormatError
 
 PREFIX = "kvpool1"
 _KEY = re.compile(
-    rf"{PREFIX}/(?P<namespace>[A-Za-z0-9_.~%-]+)/(?P<epoch>0|[1-9][0-9]*)/(?P<fingerprint>[0-9a-f]{{32}})"
+    rf"{PREFIX}/(?P<namespace>[A-Za-z0-9_.~%-]+)/(?P<epoch>0|[1-9][0-9]{{0,17}})/(?P<fingerprint>[0-9a-f]{{32}})"
     r"/(?:(?P<descriptor>descriptor)|(?P<block_hash>(?:[0-9a-f]{2})+)(?:\+(?P<tag>[0-9a-f]{16}))?)",
     re.ASCII,
 )
