@@ -15,7 +15,7 @@ import nox
 # pip alone takes the CPU build of torch where one is set up; other installers fetch several GB of CUDA.
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "layers", "tests", "docs", "conformance"]
+nox.options.sessions = ["lint", "types", "layers", "tests", "simulate", "docs", "conformance"]
 
 TORCH = "torch==2.13.0"
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
@@ -174,6 +174,13 @@ def simulate(session: nox.Session) -> None:
     if not session.posargs:
         DEV.run(session, "pytest", "-n", "auto", "tests/cluster")
     DEV.run(session, "python", "-m", "tests.cluster", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """What takes hours: 1,000 seeds of the simulated cluster, and a million block loads in soak."""
+    DEV.run(session, "python", "-m", "tests.cluster", "--seeds", "1000")
+    DEV.run(session, "python", "-m", "tests.cluster", "--profile", "soak", "--loads", "1000000")
 
 
 @nox.session(venv_backend="none")

@@ -11,14 +11,13 @@ from kvpool_connector.metadata import GroupBlocks, LoadJob, StepMetadata
 from kvpool_simulator.engine import Engine, Request
 from kvpool_simulator.engine.groups import Group
 from kvpool_simulator.engine.oracle import RankMemory
-from tests.cluster.scenario import Shape
 from tests.cluster.sides import PoolWorkerSide
 
 
-def audit(engines: Sequence[Engine], shape: Shape) -> tuple[list[str], int]:
-    """Wrong objects, in words, and how many were looked at."""
+def audit(engines: Sequence[Engine]) -> tuple[list[str], int, int]:
+    """Wrong objects, in words, how many were looked at, and how many blocks of prompts were not there."""
     violations: list[str] = []
-    count = 0
+    count = missing = 0
     for engine in engines:
         blocks = _blocks(engine)
         for index, rank in enumerate(engine.ranks):
@@ -30,10 +29,15 @@ def audit(engines: Sequence[Engine], shape: Shape) -> tuple[list[str], int]:
                 room = engine.scheduler.limits.num_blocks - 1
                 for start in range(0, len(wanted), room):
                     some = wanted[start : start + room]
-                    checked, wrong = _check(rank.side, rank.memory, number, group, some)
-                    count += checked
+                    failed, wrong = _check(rank.side, rank.memory, number, group, some)
+                    count += len(some) - len(failed)
+                    missing += sum(
+                        (index + 1) * group.tokens <= request.num_prompt_tokens
+                        for i in failed
+                        for request, index in (some[i - 1][2],)
+                    )
                     violations += [f"{engine.name} rank {index}: the pool's object of {text}" for text in wrong]
-    return violations[:20], count
+    return violations[:20], count, missing
 
 
 Wanted = tuple[str, bytes, tuple[Request, int]]
@@ -56,7 +60,7 @@ def _blocks(engine: Engine) -> dict[tuple[int, str, bytes], tuple[Request, int]]
 
 def _check(
     side: PoolWorkerSide, memory: RankMemory, number: int, group: Group, wanted: Sequence[Wanted]
-) -> tuple[int, list[str]]:
+) -> tuple[set[int], list[str]]:
     memory.caches.poison()
     ids = list(range(1, len(wanted) + 1))
     jobs = tuple(
@@ -90,4 +94,4 @@ def _check(
             else:
                 continue
             break
-    return len(wanted) - len(failed & set(ids)), wrong
+    return failed & set(ids), wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sys
 from collections import Counter
@@ -23,13 +24,13 @@ from kvpool_connector.tracker import GroupRule
 from kvpool_connector.worker import PoolWorker
 from kvpool_simulator.clock import VirtualClock
 from kvpool_simulator.device import Event
-from kvpool_simulator.engine import Engine, Faults, Order, Rank, Request, Scheduler, Tasks, controlled, faulty_store
+from kvpool_simulator.engine import Engine, Faults, Rank, Request, Scheduler, Tasks, controlled, faulty_store
 from kvpool_simulator.engine.workload import Users
 from kvpool_simulator.store import MasterOptions, MooncakeDistributedStore, ReplicateConfig, SimulatedMaster
 from tests.cluster.audit import audit
 from tests.cluster.device import SimulatedDevice
 from tests.cluster.ranks import groups_of, memory_of, registered_groups, topology_of
-from tests.cluster.scenario import Scenario
+from tests.cluster.scenario import Scenario, scenario
 from tests.cluster.sides import PoolSchedulerSide, PoolWorkerSide
 
 SEGMENT_BYTES = 64 << 20
@@ -51,6 +52,9 @@ class Outcome:
     num_steps: int = 0
     num_requests: int = 0
     num_audited: int = 0
+    num_missing: int = 0
+    """Full blocks of prompts that were computed and are not in the pool (looked at where nothing was refused)."""
+    longest_hook_s: dict[str, float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     virtual_s: float = 0.0
@@ -244,13 +248,21 @@ class Cluster:
                     self._violation(
                         f"{engine.name}: {request.request_id} ended with {request.num_output_tokens} tokens"
                     )
-        self.outcome.num_loads = self._num_loads()
-        found, self.outcome.num_audited = audit(self.engines, self.scenario.shape)
+        self.outcome.num_loads = self._count("load_blocks_ok")
+        if self._keeps_all and (misses := self._count("load_blocks_miss")):
+            self._violation(f"{misses} block loads missed in a pool that nothing ever left")
+        found, self.outcome.num_audited, self.outcome.num_missing = audit(self.engines)
         self.outcome.violations += found
 
-    def _num_loads(self) -> int:
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether whatever was once in the pool stays there."""
+        scenario = self.scenario
+        return not (scenario.rates or scenario.events or scenario.spare_objects is not None)
+
+    def _count(self, name: str) -> int:
         return sum(
-            rank.side.worker.counters.totals().get("load_blocks_ok", 0)
+            rank.side.worker.counters.totals().get(name, 0)
             for engine in self.engines
             for rank in engine.ranks
             if isinstance(rank.side, PoolWorkerSide)
@@ -262,6 +274,8 @@ class Cluster:
         for engine in self.engines:
             outcome.num_steps += engine.num_steps
             outcome.num_rows += engine.num_rows_checked
+            for hook, seconds in engine.longest_hook_s.items():
+                outcome.longest_hook_s[hook] = max(outcome.longest_hook_s.get(hook, 0.0), seconds)
             for rank in engine.ranks:
                 assert isinstance(rank.side, PoolWorkerSide)
                 outcome.counters.update(rank.side.worker.counters.totals())
@@ -310,4 +324,7 @@ def run(scenario: Scenario) -> Outcome:
         return cluster.outcome
 
 
-__all__ = ["Cluster", "Order", "Outcome", "run"]
+def run_seed(seed: int, profile: str) -> Outcome:
+    """A seed's run in whatever process; what the connector logs is not shown."""
+    logging.disable(logging.CRITICAL)
+    return run(scenario(seed, profile))

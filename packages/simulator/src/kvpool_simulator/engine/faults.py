@@ -106,7 +106,8 @@ def faulty_store(tasks: Tasks, faults: Faults, latency_s: Callable[[], float], l
                 tasks.sleep(RPC_LIMIT_S)
             random = faults.stream(f"{call}-how")
             if faults.strikes("late"):
-                tasks.sleep(random.uniform(0.0, longest_s))
+                # Just too late does other harm than very late.
+                tasks.sleep(random.choice((0.1, 0.5, longest_s)) * random.random())
             if faults.strikes("never"):
                 tasks.wait(lambda: faults.lifted, FOREVER_S)
                 return [codes.RPC_TIMEOUT] * len(keys)
