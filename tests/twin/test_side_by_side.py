@@ -183,12 +183,12 @@ def test_a_planted_difference_is_found(
     worlds = request.getfixturevalue("worlds")
     right_start = Master.put_start
     plants = {
-        "no lease for exist": ("exist", lambda self, key: int(self.peek(key).code == 0)),
+        "no lease for exist": ("exist", lambda self, keys: [int(self.peek(key).code == 0) for key in keys]),
         "replaces what exists": (
             "put_start",
-            lambda self, key, *rest: (self.remove(key, True), right_start(self, key, *rest))[1],
+            lambda self, keys, *rest: (self.remove(keys, True), right_start(self, keys, *rest))[1],
         ),
-        "end of a session not visible": ("put_end", lambda self, key, client: 0),
+        "end of a session not visible": ("put_end", lambda self, keys, client: [0] * len(keys)),
     }
     monkeypatch.setattr(Master, *plants[mistake])
     with pytest.raises(AssertionError, match="simulator"):

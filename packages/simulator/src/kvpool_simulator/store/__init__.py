@@ -5,12 +5,18 @@
 
 from kvpool_simulator.store.client import MooncakeDistributedStore
 from kvpool_simulator.store.codes import WouldCrashError
-from kvpool_simulator.store.options import MasterOptions, ReplicaStatus, ReplicateConfig, SoftPinAction
-from kvpool_simulator.store.service import SimulatedMaster
+from kvpool_simulator.store.descriptors import BufferHandle, ReplicaDescriptor, ReplicaStatus
+from kvpool_simulator.store.fault import Fault
+from kvpool_simulator.store.options import MasterOptions, ObjectDataType, ReplicateConfig, SoftPinAction
+from kvpool_simulator.store.simulated_master import SimulatedMaster
 
 __all__ = [
+    "BufferHandle",
+    "Fault",
     "MasterOptions",
     "MooncakeDistributedStore",
+    "ObjectDataType",
+    "ReplicaDescriptor",
     "ReplicaStatus",
     "ReplicateConfig",
     "SimulatedMaster",
