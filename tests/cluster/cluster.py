@@ -94,10 +94,12 @@ class Cluster:
         if spare is not None:
             ballast = SEGMENT_BYTES - spare * 16_384
             store = self.master.service.master
-            pinned = ReplicateConfig(with_hard_pin=True)
-            code, _ = store.put_start(f"ballast-{owner._client}", ballast, owner._client, pinned)
+            pinned = ReplicateConfig()
+            pinned.with_hard_pin = True
+            key = f"ballast-{owner._client}"
+            ((code, _),) = store.put_start([key], [ballast], owner._client, pinned)
             assert code == 0
-            store.put_end(f"ballast-{owner._client}", owner._client)
+            store.put_end([key], owner._client)
         return owner
 
     def _store(self, settings: PoolSettings) -> MooncakeStore:

@@ -175,7 +175,9 @@ def test_upsert_no_space(make_world: Any) -> None:
     assert client.is_exist("k") == 0
 
 
-@claim("upsert-space", "the space of what an upsert of another size replaced comes back after the release time-out only")
+@claim(
+    "upsert-space", "the space of what an upsert of another size replaced comes back after the release time-out only"
+)
 def test_upsert_space(fresh_world: World) -> None:
     client, memory = fresh_world.client(16 * MIB), Memory(8 * MIB)
     assert client.put_from("k", memory.address, 5 * MIB) == 0
@@ -196,7 +198,12 @@ def test_upsert_failed(world: Any) -> None:
 
 @claim("value-lease", "get, get_buffer and the replicas' description grant leases")
 def test_value_lease(world: Any) -> None:
-    uses = (world.b.get, world.b.get_buffer, world.b.get_replica_desc, lambda key: world.b.batch_get_replica_desc([key]))
+    uses = (
+        world.b.get,
+        world.b.get_buffer,
+        world.b.get_replica_desc,
+        lambda key: world.b.batch_get_replica_desc([key]),
+    )
     for use in uses:
         key = world.key()
         assert put(world.a, key, b"x") == 0

@@ -83,7 +83,7 @@ def faulty_store(tasks: Tasks, faults: Faults, latency_s: Callable[[], float], l
             if faults.strikes("lie"):
                 return [codes.OK] * len(keys)
             put = super().batch_put_from_multi_buffers
-            return self._through("put", keys, lambda: put(keys, addresses, sizes, config))
+            return self._through("put", keys, lambda: put(keys, addresses, sizes, config or ReplicateConfig()))
 
         def batch_get_into_multi_buffers(
             self, keys: list[str], addresses: Any, sizes: Any, prefer_alloc_in_same_node: bool = False
