@@ -41,7 +41,7 @@ def endpoint_of(master: SimulatedMaster, capacity: int) -> Iterator[str]:
 def answer(master: SimulatedMaster, path: str, capacity: int) -> tuple[int, bytes]:
     """Status and body, in the forms that were seen of mooncake_master 0.3.13.post1."""
     name, _, query = path.partition("?")
-    keys: list[str] = master.service.call("keys")
+    keys: list[str] = master.service.master.keys()
     if name == "/get_all_keys":
         return 200, ("\n".join(keys) + "\n").encode()
     if name == "/batch_query_keys":

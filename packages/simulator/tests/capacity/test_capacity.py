@@ -87,7 +87,7 @@ def test_a_pool_evicts_as_the_simulated_store_does(seed: int) -> None:
             clock.advance(0.011)
             store.batch_is_exist(["nothing"])
             clock.advance(0.009)
-        left = set(master.service.call("keys"))
+        left = set(master.service.master.keys())
         assert left == {f"k{i}" for i in range(200) if pool.exist(f"k{i}", clock.now())}
         assert pool.num_evicted > 50
         store.close()
