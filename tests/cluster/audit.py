@@ -71,6 +71,9 @@ def _check(
     step = StepMetadata(loads=jobs)
     side.worker.begin_step(step)
     side.worker.start_loads(step)
+    for name in memory.layers:
+        side.worker.wait_layer(name)
+    side.worker.end_step(step)
     failed = side.worker.take_failed_blocks()
     side.worker.take_report()
     wrong: list[str] = []

@@ -134,7 +134,9 @@ class Cluster:
                 settings, self._store(settings), device, topology, coordinates, ModelIdentity(shape.model), clock
             )
             announced.append(worker.register(memory.caches.kv_caches, registered_groups(shape, memory.caches)))
-            ranks.append(Rank(memory, PoolWorkerSide(worker, scenario.limits.order, len(groups))))
+            ranks.append(
+                Rank(memory, PoolWorkerSide(worker, scenario.limits.order, len(groups), settings.use_layerwise))
+            )
         rules = [
             GroupRule(group.tokens, None if group.sliding_window is None else group.sliding_window - 1)
             for group in groups

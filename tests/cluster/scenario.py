@@ -174,6 +174,7 @@ def _swarm(seed: int, random: Random) -> Scenario:
         "lookup_timeout_s": random.choice((0.05, 1.0)),
         "outage_pause_s": random.choice((0.01, 0.1, 5.0)),
         "fence_timeout_s": random.choice((0.0, 0.005, 0.05)),
+        **_by_layers(Random(f"layers/{seed}")),
     }
     return Scenario(
         seed,
@@ -192,6 +193,19 @@ def _swarm(seed: int, random: Random) -> Scenario:
         spare_objects=random.choice((None, None, None, 50, 500)),
         events=tuple(event for event in EVENTS if random.random() < share / 3),
     )
+
+
+def _by_layers(random: Random) -> dict[str, Any]:
+    """Half of the seeds move layer by layer."""
+    if random.random() < 0.5:
+        return {}
+    return {
+        "use_layerwise": True,
+        "layerwise_prefetch_layers": random.choice((None, 1, 2)),
+        "layerwise_layers_per_transfer": random.choice((None, 1, 1, 2)),
+        "layerwise_session_limit_s": random.choice((0.01, 1.0, 20.0)),
+        "layerwise_renew_s": random.choice((0.02, 0.1, 2.0)),
+    }
 
 
 def _soak(seed: int, random: Random) -> Scenario:

@@ -60,9 +60,8 @@ class PoolSchedulerSide:
 class PoolWorkerSide:
     """A `WorkerSide`."""
 
-    layerwise = False
-
-    def __init__(self, worker: PoolWorker, order: Order, num_groups: int) -> None:
+    def __init__(self, worker: PoolWorker, order: Order, num_groups: int, layerwise: bool) -> None:
+        self.layerwise = layerwise
         self.worker = worker
         self._order = order
         self._several = num_groups > 1
@@ -87,10 +86,10 @@ class PoolWorkerSide:
         self.worker.start_loads(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        raise AssertionError("not layerwise")
+        self.worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object) -> None:
-        raise AssertionError("not layerwise")
+        self.worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         self.worker.end_step(self._step)

@@ -43,3 +43,13 @@ def simulated_store() -> None:
     from kvpool_simulator import store
 
     mooncake.import_mooncake = lambda: store
+
+
+def no_whole_puts() -> None:
+    """The store takes no whole objects: what is saved went through sessions."""
+    mooncake.MooncakeStore.put = lambda self, keys, *_: [Status.UNAVAILABLE] * len(keys)  # type: ignore[method-assign]
+
+
+def no_whole_gets() -> None:
+    """The store gives no whole objects: what is loaded came through sessions."""
+    mooncake.MooncakeStore.get = lambda self, keys, *_: [Status.UNAVAILABLE] * len(keys)  # type: ignore[method-assign]

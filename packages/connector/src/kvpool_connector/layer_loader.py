@@ -223,15 +223,18 @@ class LayerLoader:
             self._threads.submit(self._move, load, *load.queue.pop())
 
     def _move(self, load: LayerLoad, piece: LayerRange, part: _Part) -> None:
+        read = False
         try:
             if not load.withdrawn:
                 self._read(load, piece, part)
+            read = True
         except Exception:
             # Whatever breaks here, the request goes on: its blocks count as not loaded and are computed.
             logger.exception("event=load_raised blocks=%d", len(part.objects))
-            for one in part.objects:
-                one.status = Status.UNAVAILABLE
         finally:
+            if not read:
+                for one in part.objects:
+                    one.status = Status.UNAVAILABLE
             with part.begin:
                 part.left -= 1
                 last = not part.left

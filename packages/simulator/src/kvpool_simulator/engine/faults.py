@@ -71,6 +71,8 @@ def faulty_store(tasks: Tasks, faults: Faults, latency_s: Callable[[], float], l
     and stores nothing).
     """
 
+    reading: Counter[str] = Counter()
+
     class FaultyStore(MooncakeDistributedStore):
         """One client."""
 
@@ -88,16 +90,46 @@ def faulty_store(tasks: Tasks, faults: Faults, latency_s: Callable[[], float], l
         def batch_get_into_multi_buffers(
             self, keys: list[str], addresses: Any, sizes: Any, prefer_alloc_in_same_node: bool = False
         ) -> Any:
-            if faults.strikes("evict"):
-                chosen = faults.stream("evict-key").choice(keys)
-                super().remove(chosen, True)
+            self._evict(keys)
             get = super().batch_get_into_multi_buffers
             answers = self._through("get", keys, lambda: get(keys, addresses, sizes))
-            if isinstance(answers, list):
-                for answer, pieces, lengths in zip(answers, addresses, sizes, strict=False):
-                    if not isinstance(answer, int) or answer != sum(lengths):
-                        _spoil(pieces, lengths)
-            return answers
+            return _spoilt(answers, addresses, sizes)
+
+        def batch_put_session_start(
+            self, keys: list[str], sizes: Sequence[int], config: ReplicateConfig | None = None
+        ) -> Any:
+            start = super().batch_put_session_start
+            return self._through("put_start", keys, lambda: start(keys, sizes, config))
+
+        def batch_put_from_multi_buffer_ranges(self, keys: list[str], addresses: Any, sizes: Any, offsets: Any) -> Any:
+            put = super().batch_put_from_multi_buffer_ranges
+            return self._through("put_ranges", keys, lambda: put(keys, addresses, sizes, offsets))
+
+        def batch_put_session_end(self, keys: list[str]) -> Any:
+            end = super().batch_put_session_end
+            return self._through("put_end", keys, lambda: end(keys))
+
+        def batch_get_session_start(self, keys: list[str]) -> Any:
+            self._evict(keys)
+            reading.update(keys)
+            start = super().batch_get_session_start
+            return self._through("get_start", keys, lambda: start(keys))
+
+        def batch_get_into_multi_buffer_ranges(self, keys: list[str], addresses: Any, sizes: Any, offsets: Any) -> Any:
+            get = super().batch_get_into_multi_buffer_ranges
+            answers = self._through("get", keys, lambda: get(keys, addresses, sizes, offsets))
+            return _spoilt(answers, addresses, sizes)
+
+        def batch_get_session_end(self, keys: list[str]) -> int:
+            reading.subtract(keys)
+            return super().batch_get_session_end(keys)
+
+        def _evict(self, keys: Sequence[str]) -> None:
+            """An object goes between lookup and read; never one that a lease of a session protects."""
+            if faults.strikes("evict"):
+                chosen = faults.stream("evict-key").choice(keys)
+                if reading[chosen] <= 0:
+                    super().remove(chosen, True)
 
         def _through(self, call: str, keys: Sequence[str], do: Callable[[], Any]) -> Any:
             tasks.sleep(latency_s())
@@ -132,6 +164,15 @@ def faulty_store(tasks: Tasks, faults: Faults, latency_s: Callable[[], float], l
             return answers
 
     return SimpleNamespace(MooncakeDistributedStore=FaultyStore, ReplicateConfig=ReplicateConfig)
+
+
+def _spoilt(answers: Any, addresses: Any, sizes: Any) -> Any:
+    """The answers of a read; what was not read well holds anything."""
+    if isinstance(answers, list):
+        for answer, pieces, lengths in zip(answers, addresses, sizes, strict=False):
+            if not isinstance(answer, int) or answer != sum(lengths):
+                _spoil(pieces, lengths)
+    return answers
 
 
 def _spoil(pieces: Sequence[int], lengths: Sequence[int]) -> None:
