@@ -63,11 +63,22 @@ def test_an_indexer_of_its_own_is_waited_for_one_layer_earlier() -> None:
     assert plan.hooks(0) == {attention(i) for i in range(3)}
 
 
+def test_an_indexer_of_its_own_is_saved_one_layer_later() -> None:
+    plan = plan_of([layer(str(i), attention(i), indexer(i)) for i in range(3)])
+    assert [piece.ready for piece in plan.ranges[0]] == [
+        {attention(0), attention(1)},
+        {attention(1), attention(2)},
+        {attention(2)},
+    ]
+    assert [piece.after_step for piece in plan.ranges[0]] == [False, False, True]
+    assert not plan.repeating
+
+
 def test_an_indexer_in_a_group_of_its_own_hangs_on_its_layers_attention() -> None:
     plan = plan_of([layer(str(i), attention(i)) for i in range(2)], [layer(str(i), indexer(i)) for i in range(2)])
     assert plan.needed[""] == {(1, 0)}
     assert plan.needed[attention(0)] == {(0, 0), (1, 0), (1, 1)}
-    assert [(p.group, p.index) for p in plan.due[attention(1)]] == [(0, 1), (1, 1)]
+    assert [(p.group, p.index) for p in plan.due[attention(1)]] == [(0, 1), (1, 0), (1, 1)]
 
 
 def test_groups_whose_layers_alternate_wait_for_their_own() -> None:
@@ -85,6 +96,7 @@ def test_a_layer_that_shares_anothers_tensors_hangs_on_the_other() -> None:
 def test_layers_of_multi_token_prediction_are_saved_after_the_step() -> None:
     plan = plan_of([layer("10", attention(10)), layer("mtp.0", "mtp.layers.0.self_attn.attn")])
     assert [piece.after_step for piece in plan.ranges[0]] == [False, True]
+    assert plan.repeating == {"mtp.layers.0.self_attn.attn"}
     assert plan.needed["mtp.layers.0.self_attn.attn"] == {(0, 1)}
 
 

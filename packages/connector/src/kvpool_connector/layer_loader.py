@@ -43,7 +43,7 @@ class _Part:
     objects: list[_Object]
     left: int
     """Ranges that have not ended."""
-    begin: threading.Lock = field(default_factory=threading.Lock)
+    begin: threading.Lock = field(default_factory=lambda: threading.Lock())
     begun_at: float | None = None
 
 

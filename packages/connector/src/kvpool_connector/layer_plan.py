@@ -1,7 +1,8 @@
 """Which bytes of an object belong to which layers, and which of the engine's hooks speaks for them.
 
 The engine calls a hook before and after a layer's attention, by the name of the layer's cache entry. An indexer that
-registers an entry of its own has no hooks: it runs inside its layer's attention, or just in front of it.
+registers an entry of its own has no hooks that could be relied on: it runs somewhere in its layer. So it is waited for
+one layer earlier, and saved one layer later.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ class LayerRange:
     offset: int
     """Where they start in the object, in bytes."""
     hooks: frozenset[str]
+    """Cache entries whose hooks speak for the layers: each must be called in every step."""
+    ready: frozenset[str]
     """Cache entries whose save hook must have been called before the layers may be saved."""
     after_step: bool
-    """True where that is not enough: no hook speaks for a layer, or it is computed several times a step (MTP)."""
+    """True where no hook is enough: none speaks for a layer or follows it, or it is computed several times (MTP)."""
 
 
 class LayerPlan:
@@ -40,11 +43,14 @@ class LayerPlan:
         """`layers_per_transfer`: None for as many as make a range of `MIN_RANGE_BYTES`."""
         held = [layout for layout in layouts if layout]
         self._hook_of_label = _hooks(held)
+        self._before, self._after = self._neighbours(held)
         self.ranges: tuple[tuple[LayerRange, ...], ...] = tuple(
             self._ranges(layout, layers_per_transfer) if layout else () for layout in layouts
         )
-        self.needed: Mapping[str, frozenset[tuple[int, int]]] = self._needed(held)
+        self.needed: Mapping[str, frozenset[tuple[int, int]]] = self._needed()
         """By hook, `(group, range index)` of what must have landed when its wait returns; "" is the step's start."""
+        self.repeating = frozenset(hook for label, hook in self._hook_of_label.items() if label.startswith("mtp."))
+        """Hooks that may be called several times a step: a layer of multi-token prediction is computed once a token."""
         self.due: Mapping[str, tuple[LayerRange, ...]] = self._due()
         """By hook, ranges that a save hook can complete."""
 
@@ -60,6 +66,7 @@ class LayerPlan:
             layers = layout.layers[start : start + count]
             part = ShardLayout(layout.group, layout.block_size, layout.num_blocks, layers, layout.regions)
             hooks = [self._hook_of_label.get(layer.label) for layer in layers]
+            ready = [*hooks, *(self._after.get(layer.label) for layer in layers if _has_indexer(layer))]
             ranges.append(
                 LayerRange(
                     layout.group,
@@ -67,35 +74,46 @@ class LayerPlan:
                     part,
                     offset,
                     frozenset(hook for hook in hooks if hook),
-                    None in hooks or any(layer.label.startswith("mtp.") for layer in layers),
+                    frozenset(hook for hook in ready if hook),
+                    None in ready or any(layer.label.startswith("mtp.") for layer in layers),
                 )
             )
             offset += part.object_bytes
         return tuple(ranges)
 
-    def _needed(self, layouts: Sequence[ShardLayout]) -> Mapping[str, frozenset[tuple[int, int]]]:
+    def _neighbours(self, layouts: Sequence[ShardLayout]) -> tuple[dict[str, str], dict[str, str]]:
+        """By layer label, the hook before it ("" for the first) and the hook after it (none for the last)."""
         labels = sorted({layer.label for layout in layouts for layer in layout.layers}, key=_order)
         before: dict[str, str] = {}
+        after: dict[str, str] = {}
         last = ""
         for label in labels:
             before[label] = last
             last = self._hook_of_label.get(label) or last
+        following = None
+        for label in reversed(labels):
+            if following:
+                after[label] = following
+            following = self._hook_of_label.get(label) or following
+        return before, after
+
+    def _needed(self) -> Mapping[str, frozenset[tuple[int, int]]]:
         needed: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
         for pieces in self.ranges:
             for piece in pieces:
                 for layer in piece.layout.layers:
                     place = (piece.group, piece.index)
-                    needed[self._hook_of_label.get(layer.label) or before[layer.label]].add(place)
-                    if any(map(is_indexer, layer.layer_names)):
+                    needed[self._hook_of_label.get(layer.label) or self._before[layer.label]].add(place)
+                    if _has_indexer(layer):
                         # It may read in front of its layer's wait, but not in front of the one before.
-                        needed[before[layer.label]].add(place)
+                        needed[self._before[layer.label]].add(place)
         return {hook: frozenset(places) for hook, places in needed.items()}
 
     def _due(self) -> Mapping[str, tuple[LayerRange, ...]]:
         due: defaultdict[str, list[LayerRange]] = defaultdict(list)
         for pieces in self.ranges:
             for piece in pieces:
-                for hook in piece.hooks:
+                for hook in piece.ready:
                     due[hook].append(piece)
         return {hook: tuple(pieces) for hook, pieces in due.items()}
 
@@ -114,6 +132,10 @@ def _hooks(layouts: Sequence[ShardLayout]) -> dict[str, str]:
 def _own_hook(layer: Layer) -> str | None:
     """The first entry with hooks. Later ones share the first one's tensors, which the first one's attention fills."""
     return next((name for name in layer.layer_names if not is_indexer(name)), None)
+
+
+def _has_indexer(layer: Layer) -> bool:
+    return any(map(is_indexer, layer.layer_names))
 
 
 def _layers_of(num_bytes: int, layout: ShardLayout) -> int:

@@ -52,7 +52,7 @@ class _Group:
 
     objects: list[_Object]
     ticket: Ticket
-    begin: threading.Lock = field(default_factory=threading.Lock)
+    begin: threading.Lock = field(default_factory=lambda: threading.Lock())
     begun_at: float | None = None
 
 
@@ -149,7 +149,7 @@ class LayerSaver:
         """A layer's save hook: ranges whose layers are all computed once `event` has happened go on their way."""
         save.fired[hook] += 1
         for piece in self._plan.due.get(hook, ()):
-            if piece.group in save.groups and not piece.after_step and all(save.fired[name] for name in piece.hooks):
+            if piece.group in save.groups and not piece.after_step and all(save.fired[name] for name in piece.ready):
                 self._send(save, piece, event)
 
     def close(self, save: LayerSave, event: Event | None) -> None:
@@ -174,10 +174,9 @@ class LayerSaver:
 
     def _fault(self, save: LayerSave, group: int) -> str:
         """Why a group's objects of this step must not appear; told once for each layer."""
-        once = {hook for piece in self._plan.ranges[group] if not piece.after_step for hook in piece.hooks}
         for hook in sorted(self._plan.hooks(group)):
             calls = save.fired[hook]
-            if calls == 1 or (calls > 1 and hook not in once):
+            if calls == 1 or (calls > 1 and hook in self._plan.repeating):
                 continue
             self._counters.add("save_hook_faults")
             if hook not in self._told:
