@@ -356,3 +356,29 @@ class TestSeveralGroups:
         assert bench.schedule(view, 40, 40, [[3], [14, 15]], False) == ()
         bench.scheduler._unconfirmed.clear()
         assert saved(bench.schedule(view, 80, 20, [[4], [16, 17]], False)) == [(0, 2), (0, 3), (1, 16)]
+
+
+def test_lookups_and_tokens_are_counted_once_by_outcome_and_source() -> None:
+    bench = Bench()
+    view = bench.view(70)
+    bench.store(view, [1, 2])
+    assert bench.scheduler.num_matched_tokens(view, 16) == (32, False)
+    assert bench.scheduler.num_matched_tokens(view, 16) == (32, False)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 32)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 0)
+    bench.scheduler.num_matched_tokens(bench.view(15, "short"), 0)
+    bench.scheduler.num_matched_tokens(bench.view(17, "miss"), 0)
+    bench.lookup.exist = lambda keys: [Status.TIMEOUT] * len(keys)  # type: ignore[method-assign]
+    bench.scheduler.num_matched_tokens(bench.view(17, "down"), 0)
+    counts = bench.scheduler.counters.totals()
+    assert {name: counts.get(f"lookups_{name}") for name in ("hit", "short", "miss", "unanswered")} == {
+        "hit": 1,
+        "short": 1,
+        "miss": 1,
+        "unanswered": 1,
+    }
+    assert {name: counts.get(f"tokens_{name}") for name in ("engine", "pool", "computed")} == {
+        "engine": 16,
+        "pool": 32,
+        "computed": 22,
+    }

@@ -138,6 +138,8 @@ class Loader:
         self._outage.note([Status.TIMEOUT] * reasons[Status.TIMEOUT])
         total = sum(len(block_ids) for _, block_ids in load.batches)
         self._counters.add("load_blocks_ok", total - len(failed))
+        elapsed_s = self._clock.now() - (load.deadline - self._timeout_s)
+        self._counters.add("load_time_us", max(0, round(elapsed_s * 1e6)))
         for status, count in reasons.items():
             self._counters.add(f"load_blocks_{status.value}", count)
         if failed:

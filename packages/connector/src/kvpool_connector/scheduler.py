@@ -133,6 +133,7 @@ class PoolScheduler:
         hashed = len(view.block_hashes) * self._hash_block_size
         limit = min(view.num_tokens - 1, hashed) // self._alignment * self._alignment
         if limit <= local:
+            self.counters.add("lookups_short")
             return local
         keys: list[str] = []
         spans: list[tuple[int, int, int]] = []
@@ -155,6 +156,12 @@ class PoolScheduler:
         while boundary > local and not self._reaches(boundary, local, present):
             boundary -= self._alignment
         self.counters.add("lookup_hit_tokens", max(0, boundary - local))
+        if boundary > local:
+            self.counters.add("lookups_hit")
+        elif any(status.outage for status in statuses):
+            self.counters.add("lookups_unanswered")
+        else:
+            self.counters.add("lookups_miss")
         return max(boundary, local)
 
     def _reaches(self, boundary: int, local: int, present: Sequence[dict[int, bool]]) -> bool:
@@ -172,6 +179,11 @@ class PoolScheduler:
         """The engine took up a hit of `num_external_tokens` and holds blocks for it; with 0 nothing is loaded."""
         hit = self._hits.pop(view.request_id, None)
         self._tracker(view)
+        if hit is not None:
+            loaded = max(0, num_external_tokens)
+            self.counters.add("tokens_engine", hit.num_computed_tokens)
+            self.counters.add("tokens_pool", loaded)
+            self.counters.add("tokens_computed", max(0, view.num_tokens - hit.num_computed_tokens - loaded))
         if num_external_tokens <= 0 or hit is None:
             return
         start, end = hit.num_computed_tokens, hit.num_computed_tokens + num_external_tokens

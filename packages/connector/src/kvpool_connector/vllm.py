@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.request import RequestStatus
 
 from kvpool_connector.config import PoolSettings, StoreSettings
@@ -45,6 +45,7 @@ from kvpool_connector.metadata import LoadReport, StepMetadata
 from kvpool_connector.mooncake import MooncakeStore
 from kvpool_connector.outage import Outage
 from kvpool_connector.scheduler import PoolScheduler
+from kvpool_connector.stats import FAMILIES, labelled
 from kvpool_connector.worker import PoolWorker
 
 if TYPE_CHECKING:
@@ -119,6 +120,31 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
     def is_empty(self) -> bool:
         """True when nothing was counted."""
         return not self.data
+
+
+class PoolPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The counts as Prometheus counters: one a family, with the engine's labels and one of a fixed set of results."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counts = {
+            family.name: self._counter_cls(
+                name=f"vllm:{family.name}", documentation=family.meaning, labelnames=[*labelnames, "result"]
+            )
+            for family in FAMILIES
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add an interval's counts."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for family, result, count in labelled(transfer_stats_data):
+            self._counts[family.name].labels(*labels, result).inc(count)
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -341,6 +367,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
         """Stats from the plain data that vLLM carries between processes."""
         return PoolStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PoolPromMetrics:
+        """The counts for the engine's `/metrics`."""
+        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Store what is queued and leave."""
