@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.engine.engine import Answer, EngineSpec, engine, write_mooncake_json
+from tests.engine.engine import engine
 from tests.engine.models import make_model
+from tests.engine.serving import Answer
+from tests.engine.spec import EngineSpec, write_mooncake_json
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/architecture.md", "docs/keys.md", "CONTRIBUTING.md")

@@ -2,138 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import multiprocessing
 import os
 import signal
 import tempfile
-import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.engine.serving import Answer, State, serve
+from tests.engine.spec import BASE_ENVIRONMENT, EngineSpec
+
 START_LIMIT_S = 180.0
 ANSWER_LIMIT_S = 120.0
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """How an engine is started."""
-
-    model: Path
-    block_size: int
-    pool: dict[str, Any] | None = None
-    """`kv_connector_extra_config`, or None for an engine without a connector."""
-    connector: str = "KVPoolConnector"
-    role: str = "kv_both"
-    policy: str = "recompute"
-    mooncake_json: Path | None = None
-    tensor_parallel_size: int = 1
-    processes: bool = False
-    """Run the engine's core in a process of its own, as a server does."""
-    num_blocks: int | None = None
-    patches: tuple[str, ...] = ()
-    """`module:function` called in the engine's process before it starts (without `processes`)."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What an engine answered to one prompt."""
-
-    tokens: tuple[int, ...]
-    num_cached_tokens: int
-    """Of the prompt, from the pool and the local cache together."""
-    first_token_s: float
+REST_ATTEMPTS = 3
+PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "kvpool_connector.vllm"]
 
 
 class EngineError(RuntimeError):
-    """The engine could not start or failed; carries the other process's trace."""
-
-
-def environment(spec: EngineSpec) -> dict[str, str]:
-    """Environment variables of an engine's process."""
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if spec.processes else "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "PYTHONHASHSEED": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if spec.tensor_parallel_size > 1:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tensor_parallel_size))
-    if spec.mooncake_json is not None:
-        variables["MOONCAKE_CONFIG_PATH"] = str(spec.mooncake_json)
-    return variables
-
-
-def transfer_config(spec: EngineSpec) -> dict[str, Any]:
-    """`kv_transfer_config` of an engine with the pool."""
-    return {
-        "kv_connector": spec.connector,
-        "kv_connector_module_path": "kvpool_connector.vllm",
-        "kv_role": spec.role,
-        "kv_load_failure_policy": spec.policy,
-        "kv_connector_extra_config": spec.pool,
-    }
-
-
-def serve(connection: Connection, spec: EngineSpec, log: str) -> None:
-    """The engine's process; what it and its libraries print goes to `log`."""
-    # A group of its own, so that its children can be ended with it.
-    os.setpgrp()
-    with open(log, "wb", buffering=0) as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-    try:
-        for patch in spec.patches:
-            module, _, function = patch.partition(":")
-            getattr(importlib.import_module(module), function)()
-        from vllm import LLM, SamplingParams
-
-        arguments: dict[str, Any] = {
-            "model": str(spec.model),
-            "block_size": spec.block_size,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 4096,
-            "disable_log_stats": False,
-            "tensor_parallel_size": spec.tensor_parallel_size,
-            **spec.arguments,
-        }
-        if spec.model.name.startswith("mla"):
-            # vLLM's CPU rotary op gives batch-dependent results for this family (0.32.0).
-            arguments["compilation_config"] = {"custom_ops": ["none"]}
-        if spec.num_blocks is not None:
-            arguments["num_gpu_blocks_override"] = spec.num_blocks
-        if spec.pool is not None:
-            arguments["kv_transfer_config"] = transfer_config(spec)
-        engine = LLM(**arguments)
-        connection.send((True, None))
-        while (request := connection.recv()) is not None:
-            prompts, sampling = request
-            outputs = engine.generate(
-                [{"prompt_token_ids": prompt} for prompt in prompts],
-                SamplingParams(temperature=0, ignore_eos=True, **sampling),
-                use_tqdm=False,
-            )
-            answers = [
-                Answer(tuple(o.outputs[0].token_ids), o.num_cached_tokens or 0, o.metrics.first_token_latency)
-                for o in outputs
-            ]
-            connection.send((True, answers))
-        engine.llm_engine.engine_core.shutdown()
-        connection.send((True, None))
-    except BaseException:
-        connection.send((False, traceback.format_exc()))
-        raise
+    """The engine could not start or failed; carries what the other process said."""
 
 
 class Engine:
@@ -141,19 +29,16 @@ class Engine:
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start it. Raises `EngineError` when it does not start within the limit."""
+        self.spec = spec
         self._connection, other = multiprocessing.Pipe()
         self._log = Path(tempfile.mkstemp(prefix="kvpool-engine-", suffix=".log")[1])
-        self._process = multiprocessing.get_context("spawn").Process(target=serve, args=(other, spec, str(self._log)))
-        before = {name: os.environ.get(name) for name in environment(spec)}
-        os.environ.update(environment(spec))
-        try:
+        # Engines are forked from a process that has imported vLLM and done nothing else: the import takes three
+        # quarters of an engine's start.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._process = context.Process(target=serve, args=(other, spec, str(self._log)))
+        with environment(BASE_ENVIRONMENT):
             self._process.start()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name)
-                else:
-                    os.environ[name] = value
         other.close()
         try:
             self._answer("start", START_LIMIT_S)
@@ -163,19 +48,78 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **sampling: Any) -> list[Answer]:
         """Greedy tokens for each prompt of token ids."""
-        self._connection.send(([list(prompt) for prompt in prompts], {"max_tokens": max_tokens, **sampling}))
+        self.ask(prompts, max_tokens, **sampling)
+        return self.answers()
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, salt: str | None = None, **sampling: Any
+    ) -> None:
+        """`generate` whose `answers` are fetched later. Requests with different salts share no blocks."""
+        self._send("generate", prompts, salt, {"max_tokens": max_tokens, **sampling})
+
+    def answers(self) -> list[Answer]:
+        """What was asked for last."""
         answers: list[Answer] = self._answer("generate", ANSWER_LIMIT_S)
         return answers
 
+    def counts(self) -> dict[str, int]:
+        """What the connector has counted so far, by name: over all ranks, and both sides."""
+        self._send("counts")
+        counts: dict[str, int] = self._answer("count", ANSWER_LIMIT_S)
+        return counts
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, with all saves ended; the pool stays."""
+        if self.spec.pool is not None and self.spec.in_process:
+            self.perform("drain")
+        self._send("forget")
+        self._answer("forget", ANSWER_LIMIT_S)
+
+    def perform(self, name: str, *arguments: Any) -> Any:
+        """What the function of `tests.engine.inside` returns; for engines whose core has no process of its own."""
+        self._send("perform", f"tests.engine.inside:{name}", arguments)
+        return self._answer(name, ANSWER_LIMIT_S)
+
+    @contextmanager
+    def fault(self, name: str, *arguments: object) -> Iterator[None]:
+        """A fault of `tests.engine.faults` for a while."""
+        self._call(":".join((name, *map(str, arguments))))
+        try:
+            yield
+        finally:
+            self._call("heal")
+
+    def _call(self, name: str) -> None:
+        self._send("call", f"tests.engine.faults:{name}")
+        self._answer(name, ANSWER_LIMIT_S)
+
+    def assert_at_rest(self) -> None:
+        """Nothing is held and nothing remembered of any request, and no count is negative."""
+        for _ in range(REST_ATTEMPTS):
+            self.perform("drain")
+            # What is freed when a transfer ends is freed by the next step; and a step there is only with a request.
+            self.generate([[1, 2, 3]], max_tokens=2)
+            held: State = self.perform("state")
+            if held == State(0, 0, 0, 0):
+                break
+        assert held == State(0, 0, 0, 0)
+        self.counts()
+
+    def _send(self, name: str, *arguments: Any) -> None:
+        with suppress(BrokenPipeError):
+            # The answer says how it ended.
+            self._connection.send((name, arguments))
+
     def _answer(self, what: str, limit_s: float) -> Any:
-        deadline = time.monotonic() + limit_s
-        while not self._connection.poll(0.2):
-            if time.monotonic() > deadline:
-                raise EngineError(f"the engine did not {what} within {limit_s:g} s; it printed:\n{self._printed()}")
-            if not self._process.is_alive() and not self._connection.poll():
-                code = self._process.exitcode
-                raise EngineError(f"the engine ended with {code} instead of: {what}; it printed:\n{self._printed()}")
-        done, value = self._connection.recv()
+        if not self._connection.poll(limit_s):
+            raise EngineError(f"the engine did not {what} within {limit_s:g} s; it printed:\n{self._printed()}")
+        try:
+            done, value = self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self._process.join(10)
+            raise EngineError(
+                f"the engine ended with {self._process.exitcode} instead of: {what}; it printed:\n{self._printed()}"
+            ) from error
         if not done:
             raise EngineError(value)
         return value
@@ -185,16 +129,19 @@ class Engine:
 
     def close(self) -> None:
         """Shut down as a user would, which stores what is queued."""
-        if self._process.is_alive():
-            self._connection.send(None)
-            self._answer("shut down", 60)
-            self._process.join(30)
+        self._connection.send(None)
+        self._answer("shut down", 60)
+        self._process.join(30)
         self.kill()
 
     def kill(self) -> None:
         """End the process and its children."""
-        if self._process.pid is not None and self._process.is_alive():
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.is_alive():
+            assert self._process.pid is not None
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            # It may not have had time to make its group.
+            self._process.kill()
         self._process.join(10)
         self._connection.close()
         self._log.unlink(missing_ok=True)
@@ -206,21 +153,23 @@ def engine(spec: EngineSpec) -> Iterator[Engine]:
     running = Engine(spec)
     try:
         yield running
+        if spec.in_process:
+            running.assert_at_rest()
         running.close()
     finally:
         running.kill()
 
 
-def write_mooncake_json(path: Path, address: str, **more: Any) -> Path:
-    """A `mooncake.json` for an engine that gives no memory."""
-    settings = {
-        "metadata_server": "P2PHANDSHAKE",
-        "protocol": "tcp",
-        "device_name": "",
-        "master_server_address": address,
-        "global_segment_size": 0,
-        "local_buffer_size": "16MB",
-        **more,
-    }
-    path.write_text(json.dumps(settings), encoding="utf-8")
-    return path
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value

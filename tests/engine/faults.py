@@ -1,17 +1,31 @@
-"""Faults planted into an engine's process."""
+"""Faults planted into an engine's process: what a store may do to a load, and what a connector must never do."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpool_connector import mooncake, transfer
 from kvpool_connector.contract.status import Status
+from kvpool_connector.host import HostCopier
 
 RIGHT = transfer.statuses_of
+RIGHT_SCATTER = HostCopier.scatter
+READS_MAY_GO = threading.Event()
+READ_LIMIT_S = 60.0
 
 
-def _fail(position: Callable[[int], int]) -> None:
+def heal() -> None:
+    """No fault from now on."""
+    transfer.statuses_of = RIGHT
+    HostCopier.scatter = RIGHT_SCATTER  # type: ignore[method-assign]
+    READS_MAY_GO.set()
+
+
+def _lose(position: Callable[[int], int]) -> None:
     """From now on one block of every read is lost: the one at `position(number of blocks)`."""
 
     def statuses_of(call: Any, keys: Sequence[str], *arguments: Any) -> list[Status]:
@@ -20,22 +34,83 @@ def _fail(position: Callable[[int], int]) -> None:
             statuses[position(len(statuses))] = Status.MISS
         return statuses
 
-    transfer.statuses_of = statuses_of  # type: ignore[assignment]
+    transfer.statuses_of = statuses_of
 
 
-def fail_first() -> None:
-    """The first block of every read is lost."""
-    _fail(lambda count: 0)
+def lose_first() -> None:
+    """The first block of every read is lost, and the store says so."""
+    _lose(lambda count: 0)
 
 
-def fail_middle() -> None:
+def lose_middle() -> None:
     """One in the middle is lost."""
-    _fail(lambda count: count // 2)
+    _lose(lambda count: count // 2)
 
 
-def fail_last() -> None:
+def lose_last() -> None:
     """The last one is lost."""
-    _fail(lambda count: count - 1)
+    _lose(lambda count: count - 1)
+
+
+def signal_at_third_read(pid: str, number: str) -> None:
+    """A process, the master say, gets a signal right before the third read."""
+    reads = itertools.count(1)
+
+    def statuses_of(call: Any, keys: Sequence[str], *arguments: Any) -> list[Status]:
+        if getattr(call, "__name__", "") == "get" and next(reads) == 3:
+            os.kill(int(pid), int(number))
+        return RIGHT(call, keys, *arguments)
+
+    transfer.statuses_of = statuses_of
+
+
+def hold_reads() -> None:
+    """Reads that begin from now on do not end before `let_reads_go`."""
+    READS_MAY_GO.clear()
+
+    def statuses_of(call: Any, keys: Sequence[str], *arguments: Any) -> list[Status]:
+        if getattr(call, "__name__", "") == "get":
+            assert READS_MAY_GO.wait(READ_LIMIT_S), "nobody called let_reads_go"
+        return RIGHT(call, keys, *arguments)
+
+    transfer.statuses_of = statuses_of
+
+
+def let_reads_go() -> None:
+    """The end of `hold_reads`."""
+    READS_MAY_GO.set()
+
+
+def _scatter(wrong: Callable[[Any, Sequence[int], int], None]) -> None:
+    HostCopier.scatter = wrong  # type: ignore[assignment, method-assign]
+
+
+def skip_first_block() -> None:
+    """The first block of every load is said to be loaded and is not."""
+    _scatter(lambda self, ids, address: RIGHT_SCATTER(self, ids[1:], address + self._object_bytes))
+
+
+def skip_last_layer() -> None:
+    """Of every block the last layer's page is not loaded."""
+
+    def scatter(self: Any, ids: Sequence[int], address: int) -> None:
+        numbers, objects = self._arrays(ids, address)
+        for offset, view in self._pieces[:-1]:
+            view[numbers] = objects[:, offset : offset + view.shape[1]]
+
+    _scatter(scatter)
+
+
+def swap_layers() -> None:
+    """The first two layers' pages are mistaken for each other."""
+
+    def scatter(self: Any, ids: Sequence[int], address: int) -> None:
+        numbers, objects = self._arrays(ids, address)
+        for source, target in zip((1, 0, *range(2, len(self._pieces))), range(len(self._pieces)), strict=True):
+            offset, view = self._pieces[source][0], self._pieces[target][1]
+            view[numbers] = objects[:, offset : offset + view.shape[1]]
+
+    _scatter(scatter)
 
 
 def simulated_store() -> None:

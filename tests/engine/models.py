@@ -8,6 +8,8 @@ from typing import Any
 
 VOCAB_SIZE = 300
 MAX_LENGTH = 4096
+SLIDING_WINDOW = 64
+"""Tokens, of the layers of the kind `two-groups` that have one."""
 KINDS = ("gqa", "mla", "two-groups")
 BLOCK_SIZE = {"gqa": 32, "mla": 16, "two-groups": 32}
 """vLLM on a CPU takes these: MLA 16, else multiples of 32."""
@@ -121,7 +123,7 @@ def _gpt_oss(num_layers: int, hidden_size: int) -> Any:
             head_dim=64,
             num_local_experts=2,
             num_experts_per_tok=1,
-            sliding_window=64,
+            sliding_window=SLIDING_WINDOW,
             layer_types=kinds * ((num_layers + 1) // 2),
             max_position_embeddings=MAX_LENGTH,
             tie_word_embeddings=False,

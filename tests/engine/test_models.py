@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from tests.engine.conftest import PROMPTS
 from tests.engine.models import KINDS
+from tests.engine.prompts import PROMPTS
 
 NUM_TOKENS = 8
 

@@ -11,51 +11,65 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from tests.engine.conftest import PROMPTS, poolable
-from tests.engine.engine import Answer, EngineSpec, engine, environment, transfer_config
+from tests.engine.engine import engine
+from tests.engine.prompts import PROMPTS, poolable
+from tests.engine.serving import Answer
+from tests.engine.spec import MAX_MODEL_LEN, EngineSpec
 from tests.targets.real_mooncake import free_port
 
 START_LIMIT_S = 180.0
 
 
 @contextmanager
-def server(spec: EngineSpec) -> Iterator[str]:
-    """A running server; its address."""
+def server(spec: EngineSpec, log: Path) -> Iterator[str]:
+    """A running server, which prints to `log`; its address."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--host", "127.0.0.1", "--port", str(port), "--model", str(spec.model), "--served-model-name", "tiny"),
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--block-size", str(spec.block_size)),
-        *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer_config(spec))),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--block-size", str(spec.block_size), "--enable-prompt-tokens-details"),
+        *("--kv-transfer-config", json.dumps(spec.transfer_config())),
     ]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **environment(spec)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **spec.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while True:
-            assert process.poll() is None, f"the server ended with {process.returncode}"
-            assert time.monotonic() < deadline, "the server did not start in time"
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-                break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
+        wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
+        # Whatever is left of its processes; none if all went well.
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+        process.wait(10)
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    """Return when the server answers; fail with what it printed when it ends before or takes too long."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=2).close()
+            return
+        except (urllib.error.URLError, OSError):
+            pass
+        ended, late = process.poll() is not None, time.monotonic() > deadline
+        assert not ended, f"the server ended with {process.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
+        assert not late, f"no answer within {START_LIMIT_S:g} s:\n{log.read_text(errors='replace')[-3000:]}"
+        time.sleep(0.5)
 
 
 def complete(address: str, prompt: list[int]) -> dict[str, Any]:
@@ -76,15 +90,20 @@ def complete(address: str, prompt: list[int]) -> dict[str, Any]:
         return found
 
 
-def test_a_server_answers_from_the_pool(
-    spec: Callable[..., EngineSpec], baseline: Callable[[str], list[Answer]]
+def test_a_server_answers_from_the_pool_and_fills_it(
+    filled: Callable[[str], EngineSpec], baseline: Callable[[str], list[Answer]], tmp_path: Path
 ) -> None:
-    made = spec("gqa", "server", processes=True)
-    with engine(made) as saving:
-        saving.generate(PROMPTS)
-    with server(made) as address:
+    made = filled("gqa")
+    another = list(range(1, 200))
+    with server(made, tmp_path / "server.log") as address:
         for prompt, expected, hit in zip(PROMPTS, baseline("gqa"), poolable(made.block_size), strict=True):
             answer = complete(address, prompt)
             assert tuple(answer["choices"][0]["token_ids"]) == expected.tokens
             details = answer["usage"]["prompt_tokens_details"] or {}
             assert details.get("cached_tokens", 0) == hit
+        given = complete(address, another)
+    # The server was told to end right after its answer, and stored what it had first.
+    with engine(made) as loading:
+        (loaded,) = loading.generate([another])
+    assert loaded.tokens == tuple(given["choices"][0]["token_ids"])
+    assert loaded.num_cached_tokens == len(another) // made.block_size * made.block_size
