@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.shards import ShardMap
@@ -27,9 +28,11 @@ Tables = Sequence[Sequence[int | None]]
 """Block ids by group and block index; None where the engine holds no block."""
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """A request's part of one step, as the engine's scheduler output tells it."""
+class ScheduledRequest(NamedTuple):
+    """A request's part of one step, as the engine's scheduler output tells it.
+
+    A tuple: there is one for every running request in every step.
+    """
 
     request_id: str
     block_ids: Tables | None
@@ -221,23 +224,22 @@ class PoolScheduler:
             tracker = self._trackers.get(request.request_id)
             if tracker is None:
                 continue
-            overwritten |= self._take_blocks(tracker, request)
+            if request.block_ids is not None:
+                overwritten |= self._take_blocks(tracker, request.block_ids, request)
             tracker.num_computed_tokens = request.num_computed_tokens + request.num_scheduled_tokens
             if self._saves and tracker.view.poolable and self._shards:
                 saves += self._due(tracker, request.num_computed_tokens)
         return StepMetadata(tuple(loads), tuple(saves), frozenset(overwritten))
 
-    def _take_blocks(self, tracker: RequestTracker, request: ScheduledRequest) -> set[int]:
+    def _take_blocks(self, tracker: RequestTracker, tables: Tables, request: ScheduledRequest) -> set[int]:
         """Bring the tracker's block tables up to date; the blocks that the step may write."""
-        if request.block_ids is None:
-            return set()
         if not request.replaces:
-            tracker.append_blocks(request.block_ids)
-            return {block_id for table in request.block_ids for block_id in table if block_id is not None}
-        tracker.replace_blocks(request.block_ids)
+            tracker.append_blocks(tables)
+            return {block_id for table in tables for block_id in table if block_id is not None}
+        tracker.replace_blocks(tables)
         return {
             block_id
-            for rule, table in zip(self._rules, request.block_ids, strict=True)
+            for rule, table in zip(self._rules, tables, strict=True)
             for block_id in table[request.num_computed_tokens // rule.block_size :]
             if block_id is not None
         }
