@@ -178,9 +178,11 @@ def simulate(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes hours: 1,000 seeds of the simulated cluster, and a million block loads in soak."""
+    """What takes hours: 1,000 seeds and a million block loads on the simulated cluster, 20 minutes of real engines."""
     DEV.run(session, "python", "-m", "tests.cluster", "--seeds", "1000")
     DEV.run(session, "python", "-m", "tests.cluster", "--profile", "soak", "--loads", "1000000")
+    soak = ("tests/engine/test_soak.py", "--soak-seconds", "1200", "--timeout", "2400")
+    ENGINE.run(session, "pytest", *soak, *session.posargs)
 
 
 @nox.session(venv_backend="none")

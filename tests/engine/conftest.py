@@ -29,6 +29,11 @@ NUM_BLOCKS = {"gqa": 64, "mla": 128, "two-groups": 128}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-seconds", type=float, default=30, help="how long test_soak goes on")
+    parser.addoption("--soak-seed", type=int, default=1, help="what happens in test_soak")
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     directory = tmp_path_factory.mktemp("models")

@@ -23,8 +23,12 @@ RECOVERY_LIMIT_S = 60.0
 FEW_AT_ONCE = {"max_num_seqs": 4}
 SEGMENT_BYTES = 32 << 20
 LEASE_S = 1.0
+BLOCK_BYTES = 32 * 2 * 3 * 2 * 64 * 4
+"""Of the kind `gqa`: tokens, keys and values, layers, heads, width, bytes of a number."""
 MANY = [[(i * 13 + j * (i + 5)) % 250 for j in range(300 + i)] for i in range(16)]
 """More prompts than the engine computes at once, so that a store can fail among them."""
+TOO_MANY = [[(i * 17 + j * (i + 7)) % 250 for j in range(321)] for i in range(48)]
+"""More than the pool can hold."""
 
 
 @dataclass
@@ -94,3 +98,19 @@ def test_a_part_of_the_store_fails_between_a_lookup_and_its_load(
         process.wait(10)
         outage.master.start()
     assert_comes_back(running, baseline("gqa"))
+
+
+def test_a_pool_smaller_than_what_is_asked(outage: Outage, plain: Callable[[str], Engine]) -> None:
+    assert len(TOO_MANY) * (len(TOO_MANY[0]) // 32) * BLOCK_BYTES > 1.2 * SEGMENT_BYTES
+    expected = plain("gqa").generate(TOO_MANY)
+    before = outage.running.counts()
+    for _ in range(2):
+        # Whoever asks for everything in turn finds nothing of it; the last ones are still there.
+        for first in (0, len(TOO_MANY) - 8):
+            outage.running.forget()
+            assert_same(outage.running.generate(TOO_MANY[first:]), expected[first:])
+    after = outage.running.counts()
+    assert after["load_blocks_ok"] > before.get("load_blocks_ok", 0)
+    # Each round stored again what had had to make room.
+    assert after["save_blocks_stored"] - before.get("save_blocks_stored", 0) > SEGMENT_BYTES // BLOCK_BYTES
+    outage.running.assert_at_rest()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,10 +94,12 @@ class PoolWorkerMetadata(_WorkerMetadataBase):  # type: ignore[misc]
     """What workers report after a step, as vLLM merges it and carries it to the scheduler."""
 
     report: LoadReport
+    announced: tuple[RankShards, ...] = ()
+    """What the workers hold, with their first report: a parent connector may have kept it back from the handshake."""
 
     def aggregate(self, other: PoolWorkerMetadata) -> PoolWorkerMetadata:
         """Both workers' reports as one."""
-        return PoolWorkerMetadata(self.report.merge(other.report))
+        return PoolWorkerMetadata(self.report.merge(other.report), self.announced + other.announced)
 
 
 @dataclass
@@ -140,10 +143,10 @@ class PoolPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for family in FAMILIES
         }
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counts."""
+    def observe(self, transfer_stats_data: Any, engine_idx: int = 0) -> None:
+        """Add an interval's counts: by name, or as `PoolStats` where both ends are in one process."""
         labels = self.per_engine_labelvalues[engine_idx]
-        for family, result, count in labelled(transfer_stats_data):
+        for family, result, count in labelled(getattr(transfer_stats_data, "data", transfer_stats_data)):
             self._counts[family.name].labels(*labels, result).inc(count)
 
 
@@ -165,8 +168,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: PoolWorker | None = None
         self._scheduler: PoolScheduler | None = None
         self._announced: RankShards | None = None
+        self._unreported: tuple[RankShards, ...] = ()
         self._begun: StepMetadata | None = None
         self._told_no_handshake = False
+        self._num_steps = 0
+        # The first step's report may bring the announcements too; others may be scheduled before it arrives.
+        self._announced_after = 2 + self._topology.pp_size if REPORTS_LOADS else 0
         store = StoreSettings.from_environment(os.environ)
         if role is KVConnectorRole.WORKER:
             self._worker = self._make_worker(store)
@@ -248,6 +255,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """See `kvpool_connector.worker.PoolWorker.register`."""
         groups = groups_of(self._vllm_config, self._cache_config, kv_caches, order_of_axes())
         self._announced = self._workers().register(kv_caches, groups)
+        self._unreported = (self._announced,)
 
     def get_handshake_metadata(self) -> PoolHandshake | None:
         """What this rank holds."""
@@ -306,14 +314,22 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> PoolWorkerMetadata | None:
         """Outcome of the loads."""
         report = self._workers().take_report()
-        return PoolWorkerMetadata(report) if report else None
+        announced, self._unreported = self._unreported, ()
+        return PoolWorkerMetadata(report or LoadReport(), announced) if report or announced else None
 
     # Scheduler side
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """What the workers hold (by tensor-parallel rank, before 0.23)."""
-        ranks = with_prefill_ranks(self._topology, (handshake.shards for handshake in metadata.values()))
-        self._schedulers().set_shards(ShardMap(self._topology, ranks))
+        """What the workers hold (by tensor-parallel rank, before 0.23).
+
+        `MultiConnector` hands every child what the first that announces anything has announced: it may be another's.
+        """
+        announced = [handshake.shards for handshake in metadata.values() if isinstance(handshake, PoolHandshake)]
+        if len(announced) == len(metadata) and {one.namespace for one in announced} <= {self._settings.namespace}:
+            self._set_shards(announced)
+
+    def _set_shards(self, announced: Iterable[RankShards]) -> None:
+        self._schedulers().set_shards(ShardMap(self._topology, with_prefill_ranks(self._topology, announced)))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """What the workers hold."""
@@ -321,7 +337,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """See `kvpool_connector.scheduler.PoolScheduler.num_matched_tokens`."""
-        if not self._schedulers().ready and not self._told_no_handshake:
+        if not self._schedulers().ready and not self._told_no_handshake and self._num_steps >= self._announced_after:
             self._told_no_handshake = True
             logger.error(
                 "event=no_handshake: the workers' announcements did not reach the scheduler side, so the pool is off. "
@@ -335,6 +351,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PoolMetadata:
         """See `kvpool_connector.scheduler.PoolScheduler.build_step`."""
+        self._num_steps += 1
         return PoolMetadata(self._schedulers().build_step(scheduled_of(scheduler_output)))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -342,6 +359,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._schedulers().blocks_failed(connector_output.invalid_block_ids or set())
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(metadata, PoolWorkerMetadata):
+            if metadata.announced:
+                self._set_shards(metadata.announced)
             self._schedulers().report(metadata.report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
