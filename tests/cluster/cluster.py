@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvpool_connector.config import PoolSettings, StoreSettings
@@ -27,13 +27,15 @@ from kvpool_simulator.device import Event
 from kvpool_simulator.engine import Engine, Faults, Rank, Request, Scheduler, Tasks, controlled, faulty_store
 from kvpool_simulator.engine.workload import Users
 from kvpool_simulator.store import MasterOptions, MooncakeDistributedStore, ReplicateConfig, SimulatedMaster
+from kvpool_simulator.store.segment import Owner
 from tests.cluster.audit import audit
 from tests.cluster.device import SimulatedDevice
 from tests.cluster.ranks import groups_of, memory_of, registered_groups, topology_of
 from tests.cluster.scenario import Scenario, scenario
 from tests.cluster.sides import PoolSchedulerSide, PoolWorkerSide
 
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 16 << 20
+PIECE_BYTES = 16_384
 PLENTY_BYTES = 1 << 30
 END_LIMIT_S = 3600.0
 """Virtual seconds within which all must end once nothing fails any more."""
@@ -88,18 +90,19 @@ class Cluster:
     def _new_owner(self) -> MooncakeDistributedStore:
         """Memory for the pool, of which a ballast may leave little."""
         owner = MooncakeDistributedStore()
-        spare = self.scenario.spare_objects
-        size = PLENTY_BYTES if spare is None else SEGMENT_BYTES
+        full = self.scenario.spare_objects is not None
+        size = SEGMENT_BYTES if full else PLENTY_BYTES
         assert owner.setup("owner", "P2PHANDSHAKE", size, 0, "tcp", "", self.master.address) == 0
-        if spare is not None:
-            ballast = SEGMENT_BYTES - spare * 16_384
+        if full:
+            # In pieces: a single large one would take the whole segment, as sizes are rounded up.
+            number = SEGMENT_BYTES // PIECE_BYTES - (self.scenario.spare_objects or 0)
+            keys = [f"ballast-{owner._client}-{index}" for index in range(number)]
             store = self.master.service.master
             pinned = ReplicateConfig()
             pinned.with_hard_pin = True
-            key = f"ballast-{owner._client}"
-            ((code, _),) = store.put_start([key], [ballast], owner._client, pinned)
-            assert code == 0
-            store.put_end([key], owner._client)
+            started = store.put_start(keys, [PIECE_BYTES] * number, owner._client, pinned)
+            assert {code for code, _ in started} == {0}
+            store.put_end(keys, owner._client)
         return owner
 
     def _store(self, settings: PoolSettings) -> MooncakeStore:
@@ -221,7 +224,7 @@ class Cluster:
                 self.tasks.sleep(lasts)
                 self.master.resume()
             else:
-                self.master.service.master.lose_owner(self.owner._client)
+                self.master.service.master.set_owner(self.owner._client, Owner.DEAD)
                 self.tasks.sleep(lasts)
                 self.master.service.master.unmount(self.owner._client)
                 self.owner = self._new_owner()
@@ -301,6 +304,9 @@ def _under_control(scenario: Scenario) -> Iterator[tuple[Tasks, SimulatedMaster]
     tasks = Tasks(clock, scenario.seed)
     modules = [module for name, module in sys.modules.items() if name.startswith("kvpool_connector.")]
     options = MasterOptions(default_kv_lease_ttl_ms=scenario.lease_ms, put_start_discard_timeout_sec=30.0)
+    if scenario.spare_objects is not None:
+        # Of what the ballast leaves, a tenth is kept free: by the default the master would never stop evicting.
+        options = replace(options, eviction_high_watermark_ratio=1 - scenario.spare_objects * PIECE_BYTES / SEGMENT_BYTES / 10)
     address = f"127.0.0.1:{next(_ports)}"
     with (
         controlled(tasks, modules),
