@@ -15,27 +15,36 @@ from tests.targets.node import LocalNode, block_hash
 
 
 @pytest.mark.parametrize("layout", NAMED_CASES)
-def test_a_flipped_bit_is_found_and_its_component_named(pool: Pool, namespace: str, layout: str) -> None:
-    deployment = Deployment(NAMED_CASES[layout], namespace=namespace, integrity="on")
+def test_a_flipped_bit_in_any_component_is_found_and_named(pool: Pool, namespace: str, layout: str) -> None:
+    """One object for each component, with one bit of it flipped, and one whole object beside them."""
+    case = NAMED_CASES[layout]
+    deployment = Deployment(case, namespace=namespace, integrity="on")
     node = LocalNode(deployment, 0, Borrowed(pool.store))
-    node.fill({1: "a", 2: "b"})
-    assert node.save({1: "a", 2: "b"}) == 2
     (ranks,) = [ranks for ranks in node.all_ranks() if ranks.rank.tp == 0]
-    node.close()
     shard, descriptor = ranks.shard(0), ranks.descriptors[0]
     assert shard is not None
     assert isinstance(descriptor, Descriptor)
-    assert pool.ask("verify", "--namespace", namespace)["checked"] == 3
-    key = shard.key(block_hash("b"))
     names = [f"{layer.label}.{c.name}" for layer in descriptor.layers for c in layer.components]
     sizes = [c.page_bytes for layer in descriptor.layers for c in layer.components]
-    k = random.Random(layout).randrange(len(sizes))
-    value = bytearray(pool.store.read(key)[1])
-    value[sum(sizes[:k]) + sizes[k] // 2] ^= 0x10
-    pool.overwrite(key, bytes(value))
+    contents = ["whole", *names]
+    for start in range(0, len(contents), case.num_blocks):
+        blocks = dict(enumerate(contents[start : start + case.num_blocks]))
+        node.fill(blocks)
+        assert node.save(blocks) == len(blocks)
+    node.close()
+    assert pool.ask("verify", "--namespace", namespace)["checked"] == len(contents) + 1
+    dice, flipped = random.Random(layout), {}
+    for k, name in enumerate(names):
+        key = shard.key(block_hash(name))
+        value = bytearray(pool.store.read(key)[1])
+        value[sum(sizes[:k]) + dice.randrange(sizes[k])] ^= 1 << dice.randrange(8)
+        pool.overwrite(key, bytes(value))
+        flipped[key] = (name, bytes(value))
     found = pool.ask("verify", "--namespace", namespace, status=2)["wrong"]
-    assert [(fault["key"], fault["why"].split(": ")[1]) for fault in found] == [(key, names[k])]
-    assert pool.store.read(key)[1] == bytes(value), "verify changes nothing"
+    assert {fault["key"]: fault["why"].split(": ")[1] for fault in found} == {
+        k: name for k, (name, _) in flipped.items()
+    }
+    assert all(pool.store.read(key)[1] == value for key, (_, value) in flipped.items()), "verify changes nothing"
 
 
 def test_objects_without_checksums_are_counted(pool: Pool, namespace: str) -> None:
