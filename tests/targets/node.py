@@ -45,8 +45,10 @@ def _transfer_settings(transfer: str) -> dict[str, object]:
 class LocalNode:
     """A `kvpool_conformance.backend.Node` in this process."""
 
-    def __init__(self, deployment: Deployment, rank: int, store: SessionStore, staging_bytes: int = 8 << 20) -> None:
-        """`store` is connected; `close` closes it."""
+    def __init__(
+        self, deployment: Deployment, rank: int, store: SessionStore, staging_bytes: int = 8 << 20, **more: object
+    ) -> None:
+        """`more`: further settings. `store` is connected; `close` closes it."""
         case = deployment.case
         spec = cache_spec(case, deployment.tp_size, rank)
         self._caches = allocate(spec, case.num_blocks, extra_blocks=case.spare_blocks)
@@ -58,6 +60,7 @@ class LocalNode:
             "integrity": deployment.integrity,
             "staging_bytes": staging_bytes,
             "load_timeout_s": 60,
+            **more,
         }
         self._worker = PoolWorker(
             PoolSettings.model_validate(settings),
@@ -110,6 +113,10 @@ class LocalNode:
         assert self._worker.drain(300), "saves did not end"
         after = self._worker.counters.totals()
         return sum(after.get(name, 0) - before.get(name, 0) for name in ("save_blocks_stored", "save_blocks_present"))
+
+    def counts(self) -> dict[str, int]:
+        """What the worker has counted, by name."""
+        return self._worker.counters.totals()
 
     def hits(self, contents: Sequence[str]) -> int:
         shards = ShardMap(self._topology, self.all_ranks())

@@ -167,6 +167,8 @@ class PoolSettings(_Settings):
     """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache."""
     integrity: Literal["off", "sampled", "on"] = "off"
     """Checksums in every object, compared at every load or at one in sixteen."""
+    audit_every: Annotated[int, Field(ge=0)] = 0
+    """Of how many blocks stored one is read back and compared with what was handed over; 0: none is."""
     staging_bytes: Size = 256 * MIB
     """Bound of the staging area of one worker."""
     max_buffers_per_call: Annotated[int, Field(ge=1)] = 1900
@@ -187,16 +189,20 @@ class PoolSettings(_Settings):
 
     @model_validator(mode="after")
     def _checksums_are_made_in_staging(self) -> Self:
-        if self.integrity != "off" and self.use_layerwise:
-            raise ValueError(
-                f'integrity = {self.integrity!r} is not supported with use_layerwise (yet); set integrity to "off", or '
-                "use_layerwise to false"
-            )
-        if self.integrity != "off" and self.transfer == "direct":
-            raise ValueError(
-                f'integrity = {self.integrity!r} needs the staging area; set transfer to "packed" or "auto", or '
-                'integrity to "off"'
-            )
+        for name, asked, none in (
+            ("integrity", self.integrity != "off", "off"),
+            ("audit_every", self.audit_every > 0, 0),
+        ):
+            if asked and self.use_layerwise:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} is not supported with use_layerwise (yet); set {name} to "
+                    f"{json.dumps(none)}, or use_layerwise to false"
+                )
+            if asked and self.transfer == "direct":
+                raise ValueError(
+                    f'{name} = {getattr(self, name)!r} needs the staging area; set transfer to "packed" or "auto", or '
+                    f"{name} to {json.dumps(none)}"
+                )
         return self
 
     @classmethod

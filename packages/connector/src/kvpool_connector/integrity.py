@@ -15,6 +15,11 @@ SAMPLE_EVERY = {"on": 1, "sampled": 16}
 """By the setting `integrity`: of how many objects loaded one is compared. Every object carries its checksums."""
 
 
+def component_names(layout: ShardLayout) -> list[str]:
+    """The components of an object as people know them, in object order."""
+    return [f"{layer.label}.{component.name}" for layer in layout.layers for component in layer.components]
+
+
 class Integrity:
     """The checksums of one layout's objects in a staging chunk."""
 
@@ -22,7 +27,7 @@ class Integrity:
         self.trailer_bytes = CHECKSUM_BYTES * len(layout.components)
         """Bytes behind an object's pages."""
         self._checksums = checksums
-        self._names = [f"{layer.label}.{component.name}" for layer in layout.layers for component in layer.components]
+        self._names = component_names(layout)
         self._sample_every = sample_every
         self._turns = itertools.count()
 

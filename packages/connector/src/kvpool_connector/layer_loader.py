@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from kvpool_connector.answers import statuses_of
 from kvpool_connector.contract.clock import Clock
 from kvpool_connector.contract.device import Event
 from kvpool_connector.contract.status import Status
@@ -17,7 +18,7 @@ from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.layer_transfer import LayerTransfer
 from kvpool_connector.loader import GroupLoad, Leave
 from kvpool_connector.outage import Outage
-from kvpool_connector.transfer import parts, statuses_of
+from kvpool_connector.transfer import parts
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvpool_connector.answers import statuses_of
 from kvpool_connector.contract.device import Copier, Device
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import SessionStore
 from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.staging import Staging
-from kvpool_connector.transfer import Hold, scatter_runs, statuses_of
+from kvpool_connector.transfer import Hold, scatter_runs
 
 MAX_BLOCKS = 1024
 """Ranges of one call; over TCP Mooncake fails above about 2,048."""

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvpool_connector.answers import statuses_of
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Store
 from kvpool_connector.outage import Outage
-from kvpool_connector.transfer import statuses_of
 
 logger = logging.getLogger(__name__)
 

@@ -68,6 +68,11 @@ FAMILIES = (
             ),
         },
     ),
+    Family(
+        "kvpool_audit_blocks",
+        "Blocks stored that were to be read back, by outcome, on each rank.",
+        {f"audit_blocks_{result}": result for result in ("ok", "lost", "wrong", "others", "unread")},
+    ),
     # Apart: the same blocks are among those dropped as overwritten.
     Family(
         "kvpool_save_blocks_withdrawn",

@@ -7,11 +7,12 @@ network likes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
+from kvpool_connector.answers import statuses_of
+from kvpool_connector.audit import Audit
 from kvpool_connector.contract.device import Copier
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.status import Status
@@ -19,8 +20,6 @@ from kvpool_connector.contract.store import Pieces, Store
 from kvpool_connector.integrity import Integrity
 from kvpool_connector.planner import Planner
 from kvpool_connector.staging import Staging
-
-logger = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
@@ -106,12 +105,14 @@ class PackedTransfer:
         staging: Staging,
         timeout_s: float,
         integrity: Integrity | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._store = store
         self._copier = copier
         self._staging = staging
         self._timeout_s = timeout_s
         self._integrity = integrity
+        self._audit = audit
         self._object_bytes = layout.object_bytes
         self._trailer_bytes = integrity.trailer_bytes if integrity else 0
         self._per_chunk = max(1, min(staging.chunk_bytes // (layout.object_bytes + self._trailer_bytes), 1024))
@@ -137,7 +138,10 @@ class PackedTransfer:
         if self._integrity:
             self._integrity.seal(chunk, len(touched), self._trailers(chunk))
         wanted = [key for key, leave in zip(keys, granted, strict=True) if leave]
-        return spread(granted, statuses_of(self._store.put, wanted, *self._objects(chunk, len(wanted))))
+        statuses = statuses_of(self._store.put, wanted, *self._objects(chunk, len(wanted)))
+        if self._audit:
+            statuses = self._audit.check(wanted, statuses, chunk)
+        return spread(granted, statuses)
 
     def _load_chunk(self, keys: Sequence[str], ids: Sequence[int], hold: Hold, chunk: int) -> list[Status]:
         statuses = list(statuses_of(self._store.get, keys, *self._objects(chunk, len(keys))))
@@ -217,24 +221,6 @@ def save_missing(
     written = put([keys[i] for i in missing], [block_ids[i] for i in missing]) if missing else []
     for i, status in zip(missing, written, strict=True):
         statuses[i] = status
-    return statuses
-
-
-def statuses_of(
-    call: Callable[..., list[Status]], keys: Sequence[str], *arguments: Pieces | Sequence[int]
-) -> list[Status]:
-    """The store's statuses for `keys`; a store that raises or answers out of form counts as unavailable."""
-    if not keys:
-        return []
-    try:
-        statuses = call(keys, *arguments)
-    except Exception:
-        # The boundary to foreign code: whatever breaks in a store must not fail a user's request.
-        logger.exception("event=store_raised call=%s keys=%d", getattr(call, "__name__", call), len(keys))
-        return [Status.UNAVAILABLE] * len(keys)
-    if not isinstance(statuses, list) or len(statuses) != len(keys):
-        logger.error("event=store_out_of_form call=%s keys=%d", getattr(call, "__name__", call), len(keys))
-        return [Status.UNAVAILABLE] * len(keys)
     return statuses
 
 

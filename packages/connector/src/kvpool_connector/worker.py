@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvpool_connector.audit import Audit
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
@@ -160,8 +161,8 @@ class PoolWorker:
         direct = self._settings.transfer == "direct"
         sample_every = SAMPLE_EVERY.get(self._settings.integrity)
         if not direct or self._settings.use_layerwise:
-            trailer = CHECKSUM_BYTES if sample_every else 0
-            largest = max((layout.object_bytes + trailer * len(layout.components) for layout in held), default=1)
+            sums = CHECKSUM_BYTES * (bool(sample_every) + bool(self._settings.audit_every))
+            largest = max((layout.object_bytes + sums * len(layout.components) for layout in held), default=1)
             self._staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
         if direct:
             for layout in held:
@@ -186,13 +187,16 @@ class PoolWorker:
                 packed.append(None)
                 continue
             copier = self._device.copier(shard_layout, kv_caches, staging.buffer)
-            integrity = None
-            if sample_every:
+            integrity, audit, every = None, None, self._settings.audit_every
+            if sample_every or every:
                 checksums = self._device.checksums(shard_layout, staging.buffer)
-                algorithm, integrity = checksums.algorithm, Integrity(checksums, shard_layout, sample_every)
-            packed.append(
-                PackedTransfer(self._store, shard_layout, copier, staging, self._settings.load_timeout_s, integrity)
-            )
+                if sample_every:
+                    algorithm, integrity = checksums.algorithm, Integrity(checksums, shard_layout, sample_every)
+                if every:
+                    trailer = integrity.trailer_bytes if integrity else 0
+                    audit = Audit(self._store, checksums, shard_layout, staging, trailer, every, self.counters)
+            limit = self._settings.load_timeout_s
+            packed.append(PackedTransfer(self._store, shard_layout, copier, staging, limit, integrity, audit))
         return packed, algorithm
 
     def begin_step(self, step: StepMetadata) -> None:
