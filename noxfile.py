@@ -178,11 +178,15 @@ def simulate(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes hours: 1,000 seeds and a million block loads on the simulated cluster, 20 minutes of real engines."""
+    """What takes hours: long random runs on twin, simulated cluster and real engines, and mutation testing."""
+    session.env["KVPOOL_SEQUENCES"] = "500"
+    both = ("--kvpool-target", "simulator", "--kvpool-target", "mooncake")
+    DEV.run(session, "pytest", "-n", "2", "tests/twin", *both)
     DEV.run(session, "python", "-m", "tests.cluster", "--seeds", "1000")
     DEV.run(session, "python", "-m", "tests.cluster", "--profile", "soak", "--loads", "1000000")
     soak = ("tests/engine/test_soak.py", "--soak-seconds", "1200", "--timeout", "2400")
     ENGINE.run(session, "pytest", *soak, *session.posargs)
+    session.notify("mutation")
 
 
 @nox.session(venv_backend="none")

@@ -306,7 +306,8 @@ def _under_control(scenario: Scenario) -> Iterator[tuple[Tasks, SimulatedMaster]
     options = MasterOptions(default_kv_lease_ttl_ms=scenario.lease_ms, put_start_discard_timeout_sec=30.0)
     if scenario.spare_objects is not None:
         # Of what the ballast leaves, a tenth is kept free: by the default the master would never stop evicting.
-        options = replace(options, eviction_high_watermark_ratio=1 - scenario.spare_objects * PIECE_BYTES / SEGMENT_BYTES / 10)
+        spare = scenario.spare_objects * PIECE_BYTES / SEGMENT_BYTES
+        options = replace(options, eviction_high_watermark_ratio=1 - spare / 10)
     address = f"127.0.0.1:{next(_ports)}"
     with (
         controlled(tasks, modules),

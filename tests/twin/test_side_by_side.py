@@ -6,6 +6,7 @@ Needs real Mooncake. `KVPOOL_SEQUENCES` sets the number of sequences of 40 steps
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -130,6 +131,36 @@ def machine(worlds: list[World]) -> type[RuleBasedStateMachine]:
 
             self.both(act)
 
+        @rule(client=clients, key=keys, value=st.binary(min_size=1, max_size=64))
+        def upsert(self, client: str, key: str, value: bytes) -> None:
+            def act(world: Any) -> Any:
+                source = holding(value)
+                return getattr(world, client).upsert_from(key, source.address, len(value))
+
+            self.both(act)
+
+        @rule(number=st.integers(1, NAMES), force=st.booleans())
+        def remove_by_regex(self, number: int, force: bool) -> None:
+            self.both(lambda world: world.a.remove_by_regex(f"^{self.stem}-[1-{number}]$", force))
+
+        @rule(client=clients, some=st.lists(keys, min_size=1, max_size=3, unique=True))
+        def get_session_start(self, client: str, some: list[str]) -> None:
+            self.both(lambda world: getattr(world, client).batch_get_session_start(some))
+
+        @rule(client=clients, key=keys, offset=st.integers(0, 32), size=st.integers(1, 32))
+        def get_session_range(self, client: str, key: str, offset: int, size: int) -> None:
+            def act(world: Any) -> Any:
+                target = Memory(size)
+                rows = [[target.address]], [[size]], [[offset]]
+                codes = getattr(world, client).batch_get_into_multi_buffer_ranges([key], *rows)
+                return codes, target.value if codes[0] >= 0 else b""
+
+            self.both(act)
+
+        @rule(client=clients, key=keys)
+        def get_session_end(self, client: str, key: str) -> None:
+            self.both(lambda world: getattr(world, client).batch_get_session_end([key]))
+
         @rule()
         def leases_end(self) -> None:
             for world in worlds:
@@ -140,12 +171,13 @@ def machine(worlds: list[World]) -> type[RuleBasedStateMachine]:
                 for client in (world.a, world.b):  # type: ignore[attr-defined]
                     keys = [f"{self.stem}-{i}" for i in range(NAMES + 1)]
                     client.batch_put_session_revoke(keys)
+                    client.batch_get_session_end(keys)
                     client.batch_remove(keys, True)
 
     return SideBySide
 
 
-def compare(worlds: list[World], sequences: int) -> None:
+def compare(machine: Callable[[Any], type[RuleBasedStateMachine]], worlds: Any, sequences: int) -> None:
     """Run sequences of 40 steps; the first difference is an error that says how to replay it."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine(worlds),
@@ -171,7 +203,7 @@ def asked_for(request: pytest.FixtureRequest) -> None:
 def test_the_twin_answers_as_the_real_store_does(request: pytest.FixtureRequest) -> None:
     asked_for(request)
     follow_script(machine(request.getfixturevalue("worlds"))())
-    compare(request.getfixturevalue("worlds"), SEQUENCES)
+    compare(machine, request.getfixturevalue("worlds"), SEQUENCES)
 
 
 @getattr(pytest.mark, MARK)("mooncake")

@@ -96,6 +96,10 @@ class World:
         """A key that nobody has used."""
         return f"{uuid.uuid4().hex}-{next(self._names)}"
 
+    def now(self) -> float:
+        """Seconds, as this world counts them."""
+        raise NotImplementedError
+
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         raise NotImplementedError
@@ -160,6 +164,9 @@ class SimulatedWorld(World):
         super().__init__(simulated, master.address)
         self.master = master
         self._clock = clock
+
+    def now(self) -> float:
+        return self._clock.now()
 
     def advance(self, seconds: float) -> None:
         self._clock.advance(seconds)
@@ -233,6 +240,9 @@ class RealWorld(World):
         self.master = master
         self._metrics = f"http://127.0.0.1:{metrics_port}"
         self._owners: list[RealOwner] = []
+
+    def now(self) -> float:
+        return time.monotonic()
 
     def advance(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -22,7 +22,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "build_connector_worker_meta": "failed blocks tell of failed loads, after the steps in flight",
         "get_transfer_results": "get_finished; nothing is loaded for models with several groups",
         "requires_kv_delivery": "the engine has no such notion: saves are best effort anyway",
-        "requires_piecewise_for_cudagraph": "layer by layer needs eager mode there; hooks that do not fire are detected",
+        "requires_piecewise_for_cudagraph": "layer by layer needs eager mode there; missing hooks are detected",
         "set_xfer_handshake_metadata_pp_aware": "set_xfer_handshake_metadata; pipeline parallelism is refused at start",
     },
     "0.23.0": {
