@@ -6,53 +6,62 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.engine.conftest import assert_answered_from_pool, assert_same, num_objects
-from tests.engine.engine import engine
-from tests.engine.models import KINDS
-from tests.engine.prompts import PROMPTS
+from tests.engine.conftest import assert_answered_from_pool, assert_fills_and_answers_from, assert_same, num_objects
+from tests.engine.engine import Engine, engine
+from tests.engine.models import BLOCK_SIZE, KINDS
+from tests.engine.prompts import OTHERS, poolable
 from tests.engine.serving import Answer
 from tests.engine.spec import EngineSpec
 
 Spec = Callable[..., EngineSpec]
+Filled = Callable[[str], EngineSpec]
+Pooled = Callable[..., Engine]
+Plain = Callable[[str], Engine]
 Baseline = Callable[[str], list[Answer]]
 
 LAYERS = {"use_layerwise": True, "layerwise_layers_per_transfer": 1}
+FAULTS = ("save_hook_faults", "load_hook_faults", "save_blocks_dropped_hooks", "save_blocks_dropped_lost")
 
 
-def share(saving: EngineSpec, loading: EngineSpec, expected: list[Answer], num_blocks: int) -> None:
-    """Fill with one engine, answer from the pool with another."""
-    with engine(saving) as first:
-        assert_same(first.generate(PROMPTS), expected)
-    with engine(loading) as second:
-        assert_answered_from_pool(second, expected, num_blocks)
+def no_faults(one: Engine) -> None:
+    """Every hook was called as it must be, and no object was lost."""
+    counts = one.counts()
+    assert not {name: counts[name] for name in FAULTS if counts.get(name)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_loaded_layer_by_layer(spec: Spec, baseline: Baseline, kind: str) -> None:
-    saving = spec(kind, f"layers-{kind}", LAYERS, patches=("tests.engine.faults:no_whole_puts",))
+def test_saved_and_loaded_layer_by_layer(spec: Spec, plain: Plain, baseline: Baseline, kind: str) -> None:
     # A model with several groups loads between steps, where there is nothing to overlap with: whole blocks.
-    patches = () if kind == "two-groups" else ("tests.engine.faults:no_whole_gets",)
-    share(
-        saving,
-        spec(kind, f"layers-{kind}", LAYERS, patches=patches),
-        baseline(kind),
-        num_objects(kind, saving.block_size),
-    )
+    no_gets = () if kind == "two-groups" else ("tests.engine.faults:no_whole_gets",)
+    patches = ("tests.engine.faults:no_whole_puts", *no_gets)
+    with engine(spec(kind, f"layers-{kind}", LAYERS, patches=patches)) as one:
+        assert_fills_and_answers_from(one, baseline(kind), num_objects(kind, BLOCK_SIZE[kind]))
+        no_faults(one)
+        one.assert_at_rest()
 
 
-@pytest.mark.parametrize("by_layers", ["saving", "loading"])
-def test_whole_request_transfer_and_layers_serve_each_other(spec: Spec, baseline: Baseline, by_layers: str) -> None:
-    namespace = f"layers-{by_layers}"
-    layers = spec("gqa", namespace, LAYERS)
-    whole = spec("gqa", namespace)
-    share(
-        *((layers, whole) if by_layers == "saving" else (whole, layers)),
-        baseline("gqa"),
-        num_objects("gqa", whole.block_size),
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_read_from_what_whole_request_transfer_saved_and_the_other_way_round(
+    filled: Filled, pooled: Pooled, spec: Spec, plain: Plain, baseline: Baseline, kind: str
+) -> None:
+    filled(kind)
+    expected = plain(kind).generate(OTHERS)
+    no_gets = () if kind == "two-groups" else ("tests.engine.faults:no_whole_gets",)
+    patches = ("tests.engine.faults:no_whole_puts", *no_gets)
+    with engine(spec(kind, extra=LAYERS, patches=patches)) as layers:
+        assert_answered_from_pool(layers, baseline(kind), num_objects(kind, BLOCK_SIZE[kind]))
+        assert_same(layers.generate(OTHERS), expected)
+        no_faults(layers)
+        layers.forget()
+    answers = pooled(kind).generate(OTHERS)
+    assert_same(answers, expected)
+    assert [answer.num_cached_tokens for answer in answers] == poolable(BLOCK_SIZE[kind])
 
 
-def test_chunked_prefill_layer_by_layer(spec: Spec, baseline: Baseline) -> None:
+@pytest.mark.parametrize("grouped", [2, None])
+def test_chunked_prefill_with_layers_grouped(spec: Spec, baseline: Baseline, grouped: int | None) -> None:
     chunks = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
-    made = spec("gqa", "layer-chunks", LAYERS, arguments=chunks)
-    share(made, made, baseline("gqa"), num_objects("gqa", made.block_size))
+    settings = {**LAYERS, "layerwise_layers_per_transfer": grouped, "layerwise_prefetch_layers": 1}
+    with engine(spec("gqa", f"layer-chunks-{grouped}", settings, arguments=chunks)) as one:
+        assert_fills_and_answers_from(one, baseline("gqa"), num_objects("gqa", BLOCK_SIZE["gqa"]))
+        no_faults(one)
