@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+SHORT_TOKENS = 8
+
 
 @dataclass
 class BystanderHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
@@ -35,7 +37,10 @@ class BystanderReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class Bystander(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Keeps every ended request's blocks for a step, as one that sends them would."""
+    """Keeps every ended request's blocks until the next step, as one that sends them would; not those of short ones.
+
+    So an engine that nobody asks anything keeps some.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -82,6 +87,6 @@ class Bystander(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         """The blocks are still being sent."""
-        return True, None
+        return request.num_prompt_tokens > SHORT_TOKENS, None
 
     request_finished_all_groups = request_finished

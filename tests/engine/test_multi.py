@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,12 +12,18 @@ import pytest
 from tests.engine.conftest import assert_same, loads, num_objects
 from tests.engine.engine import engine
 from tests.engine.models import BLOCK_SIZE
-from tests.engine.prompts import OTHERS, PROMPTS, poolable
+from tests.engine.prompts import PROMPTS, poolable
 from tests.engine.serving import Answer
 from tests.engine.spec import EngineSpec
 
 BYSTANDER = {"kv_connector": "Bystander", "kv_connector_module_path": "tests.engine.bystander", "kv_role": "kv_both"}
 FIRST = [[1, 2, 3]]
+KINDS, PLACES = ("gqa", "two-groups"), ("first", "second")
+UNSEEN = {
+    (place, kind): [[(3 * token + number) % 250 for token in prompt] for prompt in PROMPTS]
+    for number, (place, kind) in enumerate(product(PLACES, KINDS))
+}
+"""Prompts that no other test asks for."""
 
 
 def beside(made: EngineSpec, children: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> EngineSpec:
@@ -26,8 +33,8 @@ def beside(made: EngineSpec, children: Callable[[dict[str, Any]], list[dict[str,
     return replace(made, connector="MultiConnector", module=None, pool={"connectors": children(own)})
 
 
-@pytest.mark.parametrize("kind", ["gqa", "two-groups"])
-@pytest.mark.parametrize("place", ["first", "second"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
 def test_beside_another(
     filled: Callable[[str], EngineSpec], baseline: Callable[[str], list[Answer]], place: str, kind: str
 ) -> None:
@@ -39,9 +46,11 @@ def test_beside_another(
         assert_same(answers, baseline(kind))
         assert [answer.num_cached_tokens for answer in answers] == poolable(BLOCK_SIZE[kind])
         assert loads(running.counts()) == {"load_blocks_ok": num_objects(kind, BLOCK_SIZE[kind])}
-        expected = running.generate(OTHERS)
-        running.forget()
-        answers = running.generate(OTHERS)
+        expected = running.generate(UNSEEN[place, kind])
+    # What was saved through the parent is there for the next engine.
+    with engine(made) as running:
+        running.generate(FIRST)
+        answers = running.generate(UNSEEN[place, kind])
         assert_same(answers, expected)
         assert [answer.num_cached_tokens for answer in answers] == poolable(BLOCK_SIZE[kind])
 

@@ -120,6 +120,16 @@ def test_the_own_address_is_the_one_on_the_way_to_the_master(client: Client, mas
     assert client.setup_arguments[0] in (own, "::1")
 
 
+def test_the_way_asked_about_is_the_one_to_the_master(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    find = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *way, **more: (asked.append(way), find(*way, **more))[1])
+    settings = SETTINGS.model_copy(update={"local_hostname": "", "master_server_address": "127.0.0.1:17"})
+    module = types.SimpleNamespace(MooncakeDistributedStore=lambda: client, ReplicateConfig=types.SimpleNamespace)
+    MooncakeStore(settings, module=module).connect()
+    assert asked == [("127.0.0.1", 17)]
+
+
 def test_no_way_to_the_master_is_said_with_the_remedy(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any, **__: Any) -> Any:
         raise socket.gaierror("Name or service not known")

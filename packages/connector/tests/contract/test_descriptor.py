@@ -86,7 +86,8 @@ def test_the_bytes_of_an_object_follow(descriptor: Descriptor) -> None:
 
 
 def test_a_descriptor_with_checksums_is_read_back(descriptor: Descriptor) -> None:
-    sealed = replace(descriptor, checksum="xxh3-64")
+    sealed = Descriptor.of(LAYOUT, MODEL, HeadRange(0, 1, 1), ContextRange(1, 2, 128), "xxh3-64")
+    assert sealed == replace(descriptor, checksum="xxh3-64")
     assert Descriptor.from_json(sealed.to_json()) == sealed
 
 
@@ -130,6 +131,12 @@ def test_other_texts_are_refused(text: str | bytes) -> None:
 def test_every_part_has_its_type(descriptor: Descriptor, part: str, value: object) -> None:
     found = json.loads(descriptor.to_json()) | {part: value}
     with pytest.raises(DescriptorError, match="not a descriptor"):
+        Descriptor.from_json(json.dumps(found, sort_keys=True, separators=(",", ":")))
+
+
+def test_the_wrong_part_is_named(descriptor: Descriptor) -> None:
+    found = json.loads(descriptor.to_json()) | {"group": -17}
+    with pytest.raises(DescriptorError, match="not a descriptor: TypeError: -17 is neither a count nor a text"):
         Descriptor.from_json(json.dumps(found, sort_keys=True, separators=(",", ":")))
 
 

@@ -148,5 +148,6 @@ def _check_types(descriptor: Descriptor) -> None:
     counts += [n for component in components for n in component.page_shape]
     texts = [descriptor.checksum, *asdict(descriptor.model).values(), *(layer.label for layer in descriptor.layers)]
     texts += [text for component in components for text in (component.name, component.dtype, component.order)]
-    if not all(type(n) is int and 0 <= n < 1 << 48 for n in counts) or not all(type(text) is str for text in texts):
-        raise TypeError("a count or a text is of another type")
+    wrong = [n for n in counts if not (type(n) is int and 0 <= n < 1 << 48)] + [t for t in texts if type(t) is not str]
+    if wrong:
+        raise TypeError(f"{wrong[0]!r} is neither a count nor a text")
