@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,7 +42,15 @@ BLOCK_TOKENS = 16
 class Bench:
     """One rank with caches of given pages, by every way of transfer."""
 
-    def __init__(self, store: Any, num_layers: int, pages: Sequence[int], num_blocks: int) -> None:
+    def __init__(
+        self,
+        store: Any,
+        num_layers: int,
+        pages: Sequence[int],
+        num_blocks: int,
+        ways: Mapping[str, dict[str, Any]] = WAYS,
+    ) -> None:
+        """`ways`: settings by a name; each has a namespace, and so objects, of its own."""
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(num_layers)]
         self.num_blocks = num_blocks
         elements = [page // BLOCK_TOKENS for page in pages]
@@ -52,7 +60,7 @@ class Bench:
         }
         spec = GroupSpec(tuple(self.names), BLOCK_TOKENS, num_blocks, kind="latent")
         self.workers: dict[str, PoolWorker] = {}
-        for way, settings in WAYS.items():
+        for way, settings in ways.items():
             namespace = f"{way}-{uuid.uuid4().hex[:8]}"
             options = {"staging_bytes": 512 << 20, "load_timeout_s": 120, "namespace": namespace, **settings}
             worker = PoolWorker(

@@ -65,8 +65,7 @@ class Audit:
                 return Status.OK
             # Behind the object: the checksums that it came with, then those of what was handed over.
             trailer = read + self._object_bytes
-            pieces = [(read, self._object_bytes), (trailer, self._trailer_bytes)][: 1 + bool(self._trailer_bytes)]
-            addresses, sizes = [[address for address, _ in pieces]], [[size for _, size in pieces]]
+            addresses, sizes = [[read]], [[self._object_bytes + self._trailer_bytes]]
             (status,) = statuses_of(self._store.get, [key], addresses, sizes)
             if status is Status.MISS:
                 self._counters.add("audit_blocks_lost")

@@ -95,7 +95,7 @@ class DirectTransfer:
 
 
 class PackedTransfer:
-    """Through a staging chunk: one address a block, and one for its checksums where there are any."""
+    """Through a staging chunk: one address a block, and one for its checksums where a chunk holds several blocks."""
 
     def __init__(
         self,
@@ -173,7 +173,10 @@ class PackedTransfer:
     def _objects(self, chunk: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
         size, trailers = [self._object_bytes], self._trailers(chunk)
         addresses = [[chunk + i * self._object_bytes] for i in range(count)]
-        if self._trailer_bytes:
+        if self._trailer_bytes and self._per_chunk == 1:
+            # The checksums lie right behind the object: one piece, and one round trip of the network less.
+            size[0] += self._trailer_bytes
+        elif self._trailer_bytes:
             size.append(self._trailer_bytes)
             for i, pieces in enumerate(addresses):
                 pieces.append(trailers + i * self._trailer_bytes)
