@@ -21,6 +21,7 @@ GIVEN_UP = re.compile(
 def counted(sources: dict[str, str]) -> set[str]:
     """Names that the sources count, with every value that a placeholder can take."""
     values = {
+        "result": {"hit", "miss", "unanswered"},
         "status.value": {status.value for status in Status},
         "fault": {name for found in GIVEN_UP.findall(sources["layer_saver.py"]) for name in found if name},
     }

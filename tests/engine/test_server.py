@@ -15,6 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tests.engine.collector import Collector, collector
 from tests.engine.engine import engine
 from tests.engine.prompts import PROMPTS, poolable
 from tests.engine.serving import Answer
@@ -25,8 +28,8 @@ START_LIMIT_S = 180.0
 
 
 @contextmanager
-def server(spec: EngineSpec, log: Path) -> Iterator[str]:
-    """A running server, which prints to `log`; its address."""
+def server(spec: EngineSpec, log: Path, *more: str, **environment: str) -> Iterator[str]:
+    """A running server with `more` arguments, which prints to `log`; its address."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -34,11 +37,12 @@ def server(spec: EngineSpec, log: Path) -> Iterator[str]:
         *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)),
         *("--block-size", str(spec.block_size), "--enable-prompt-tokens-details"),
         *("--kv-transfer-config", json.dumps(spec.transfer_config())),
+        *more,
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **spec.environment()},
+            env={**os.environ, **spec.environment(), **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -72,7 +76,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path
         time.sleep(0.5)
 
 
-def complete(address: str, prompt: list[int]) -> dict[str, Any]:
+def complete(address: str, prompt: list[int], **headers: str) -> dict[str, Any]:
     """One completion of token ids."""
     body = {
         "model": "tiny",
@@ -83,11 +87,16 @@ def complete(address: str, prompt: list[int]) -> dict[str, Any]:
         "return_token_ids": True,
     }
     request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
+
+
+def attributes(span: Span) -> dict[str, Any]:
+    """Of a span, as Python values."""
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
 
 
 def test_a_server_answers_from_the_pool_and_fills_it(
@@ -95,15 +104,47 @@ def test_a_server_answers_from_the_pool_and_fills_it(
 ) -> None:
     made = filled("gqa")
     another = list(range(1, 200))
-    with server(made, tmp_path / "server.log") as address:
-        for prompt, expected, hit in zip(PROMPTS, baseline("gqa"), poolable(made.block_size), strict=True):
-            answer = complete(address, prompt)
+    traces = [f"{number:032x}" for number in range(1, len(PROMPTS) + 1)]
+    with (
+        collector() as found,
+        server(
+            made,
+            tmp_path / "server.log",
+            *("--otlp-traces-endpoint", found.endpoint),
+            OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf",
+        ) as address,
+    ):
+        for trace, prompt, expected, hit in zip(
+            traces, PROMPTS, baseline("gqa"), poolable(made.block_size), strict=True
+        ):
+            answer = complete(address, prompt, traceparent=f"00-{trace}-00000000000000aa-01")
             assert tuple(answer["choices"][0]["token_ids"]) == expected.tokens
             details = answer["usage"]["prompt_tokens_details"] or {}
             assert details.get("cached_tokens", 0) == hit
         given = complete(address, another)
+        assert_traced(found, traces, made.block_size)
     # The server was told to end right after its answer, and stored what it had first.
     with engine(made) as loading:
         (loaded,) = loading.generate([another])
     assert loaded.tokens == tuple(given["choices"][0]["token_ids"])
     assert loaded.num_cached_tokens == len(another) // made.block_size * made.block_size
+
+
+def assert_traced(found: Collector, traces: list[str], block_size: int) -> None:
+    """Each request's lookup and load are spans of its own trace, beside vLLM's own, with what they found."""
+    # A prompt of less than a block is not looked up.
+    hits = {trace: hit for trace, hit in zip(traces, poolable(block_size), strict=True) if hit}
+    assert len(hits) > 1
+    for name in ("kvpool.lookup", "kvpool.load", "llm_request"):
+        spans = {span.trace_id.hex(): span for span in found.named(name, len(hits))}
+        assert set(hits) <= set(spans), name
+        for trace, hit in hits.items():
+            span = spans[trace]
+            assert span.parent_span_id.hex() == "00000000000000aa"
+            assert span.start_time_unix_nano < span.end_time_unix_nano
+            if name == "kvpool.lookup":
+                assert attributes(span)["kvpool.result"] == "hit"
+                assert attributes(span)["kvpool.hit_tokens"] == hit
+            if name == "kvpool.load":
+                assert attributes(span)["kvpool.blocks"] == hit // block_size
+                assert attributes(span)["kvpool.failed_blocks"] == 0

@@ -92,8 +92,12 @@ def test_b5_adapters_and_salts_become_typed_tags() -> None:
         cache_salt=None,
         prompt_embeds=None,
         pooling_params=None,
+        trace_headers={"traceparent": "00-1-2-01"},
     )
     assert view_of(request).tag == tag_of(lora="X")
+    assert view_of(request).trace_headers == (("traceparent", "00-1-2-01"),)
+    request.trace_headers = None
+    assert view_of(request).trace_headers == ()
     request.lora_request, request.cache_salt = None, "X"
     assert view_of(request).tag == tag_of(salt="X") != tag_of(lora="X")
     assert view_of(request).poolable

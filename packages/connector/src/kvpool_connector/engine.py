@@ -87,6 +87,7 @@ def view_of(request: Any) -> RequestView:
         block_hashes=request.block_hashes,
         tag=tag_of(lora.lora_name if lora else None, request.cache_salt),
         poolable=request.prompt_embeds is None and request.pooling_params is None,
+        trace_headers=tuple((request.trace_headers or {}).items()),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool_connector.tracing import Headers
+
 
 @dataclass(frozen=True)
 class GroupBlocks:
@@ -24,6 +26,7 @@ class LoadJob:
     """Key tag of the request's adapter and salt (`kvpool_connector.contract.keys.tag_of`)."""
     between_steps: bool = False
     """True when the request waits outside the running batch; False when this step computes on the blocks."""
+    trace_headers: Headers = ()
 
 
 @dataclass(frozen=True)

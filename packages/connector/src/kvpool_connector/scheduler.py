@@ -17,6 +17,7 @@ from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.lookup import Lookup
 from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
+from kvpool_connector.tracing import Timer, Trace
 from kvpool_connector.tracker import GroupRule, RequestTracker, RequestView
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class PoolScheduler:
         save_decode_cache: bool = False,
         confirm_after_steps: int | None = None,
         clock: Clock | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size.
 
@@ -88,6 +90,7 @@ class PoolScheduler:
         self._between_steps = load_between_steps or len(rules) > 1
         self._save_decode_cache = save_decode_cache
         self._clock = clock or MonotonicClock()
+        self._trace = trace
         self._alignment = math.lcm(*(rule.block_size for rule in rules))
         self._shards: ShardMap | None = None
         self._hits: dict[str, _Hit] = {}
@@ -145,6 +148,7 @@ class PoolScheduler:
             for index in range(start, limit // rule.block_size):
                 keys += self._shards.keys(group, self._hash(view, rule, index), view.tag)
             spans.append((start, limit // rule.block_size, len(self._shards.shards(group))))
+        timer = self._trace and Timer(self._trace, "kvpool.lookup", view.request_id, view.trace_headers)
         statuses = self._lookup.exist(keys)
         self.counters.add("lookup_keys", len(keys))
         present: list[dict[int, bool]] = []
@@ -159,12 +163,12 @@ class PoolScheduler:
         while boundary > local and not self._reaches(boundary, local, present):
             boundary -= self._alignment
         self.counters.add("lookup_hit_tokens", max(0, boundary - local))
-        if boundary > local:
-            self.counters.add("lookups_hit")
-        elif any(status.outage for status in statuses):
-            self.counters.add("lookups_unanswered")
-        else:
-            self.counters.add("lookups_miss")
+        unanswered = any(status.outage for status in statuses)
+        result = "hit" if boundary > local else "unanswered" if unanswered else "miss"
+        self.counters.add(f"lookups_{result}")
+        if timer:
+            found = max(0, boundary - local)
+            timer.end(result=result, keys=len(keys), tokens=limit - local, hit_tokens=found)
         return max(boundary, local)
 
     def _reaches(self, boundary: int, local: int, present: Sequence[dict[int, bool]]) -> bool:
@@ -196,7 +200,9 @@ class PoolScheduler:
             held = [(i, block_id) for i in indices if (block_id := table[i]) is not None]
             hashes = tuple(self._hash(view, rule, i) for i, _ in held)
             blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
-        self._new_loads.append(LoadJob(view.request_id, tuple(blocks), view.tag, self._between_steps))
+        self._new_loads.append(
+            LoadJob(view.request_id, tuple(blocks), view.tag, self._between_steps, view.trace_headers)
+        )
 
     def _tracker(self, view: RequestView) -> RequestTracker:
         tracker = self._trackers.get(view.request_id)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvpool_connector.tracing import Headers
+
 
 @dataclass(frozen=True)
 class GroupRule:
@@ -35,6 +37,7 @@ class RequestView:
     tag: str = ""
     poolable: bool = True
     """False for requests whose content the hashes do not stand for (prompt embeddings, pooling)."""
+    trace_headers: Headers = ()
 
 
 @dataclass

@@ -47,6 +47,7 @@ from kvpool_connector.mooncake import MooncakeStore
 from kvpool_connector.outage import Outage
 from kvpool_connector.scheduler import PoolScheduler
 from kvpool_connector.stats import FAMILIES, labelled
+from kvpool_connector.tracing import Span, Trace
 from kvpool_connector.worker import PoolWorker
 
 if TYPE_CHECKING:
@@ -186,7 +187,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         store.connect()
         model = model_of(self._vllm_config, self._settings)
         rank = this_rank()
-        worker = PoolWorker(self._settings, store, device, self._topology, rank, model)
+        trace = trace_of(self._vllm_config)
+        worker = PoolWorker(self._settings, store, device, self._topology, rank, model, trace=trace)
         if store_settings.protocol == "ascend" and rank == Rank():
             worker.serve_lookups(self._lookup_path())
         return worker
@@ -226,6 +228,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             save_decode_cache=settings.save_decode_cache,
             # One step may be in flight with asynchronous scheduling, and one a stage with pipeline parallelism.
             confirm_after_steps=None if REPORTS_LOADS else 1 + self._topology.pp_size,
+            trace=trace_of(self._vllm_config),
         )
 
     def _make_lookup(self, store_settings: StoreSettings, outage: Outage) -> Lookup:
@@ -433,6 +436,23 @@ def register() -> None:
     name = KVPoolConnector.__name__
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, "kvpool_connector.vllm", name)
+
+
+def trace_of(config: VllmConfig) -> Trace | None:
+    """How spans are sent, where the engine traces (`--otlp-traces-endpoint`; vLLM 0.23 or newer); else None."""
+    if not config.observability_config.otlp_traces_endpoint:
+        return None
+    from vllm import tracing
+
+    send = getattr(tracing, "instrument_manual", None)
+    if send is None or not tracing.is_tracing_available():
+        return None
+
+    def trace(span: Span) -> None:
+        context = tracing.extract_trace_context(dict(span.headers))
+        send(span.name, span.start_ns, span.end_ns, dict(span.attributes), context)
+
+    return trace
 
 
 def this_rank() -> Rank:

@@ -35,6 +35,7 @@ from kvpool_connector.outage import Outage
 from kvpool_connector.registration import GroupSpec, read_layouts
 from kvpool_connector.saver import GroupSave, Saver
 from kvpool_connector.staging import Staging
+from kvpool_connector.tracing import Timer, Trace
 from kvpool_connector.transfer import DirectTransfer, PackedTransfer, Transfer
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class PoolWorker:
         rank: Rank,
         model: ModelIdentity,
         clock: Clock | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """`store` is connected; the worker closes it."""
         self._settings = settings
@@ -65,6 +67,8 @@ class PoolWorker:
         self._rank = rank
         self._model = model
         self._clock = clock or MonotonicClock()
+        self._trace = trace
+        self._timers: dict[str, tuple[Timer, int]] = {}
         self.counters = Counters()
         self._writer = topology.writer(rank)
         self._fence = Fence(settings.fence_timeout_s)
@@ -229,6 +233,9 @@ class PoolWorker:
         by_layers: dict[str, list[GroupLoad]] = {}
         for job in step.loads:
             assert self._before_step is not None, "begin_step() comes first"
+            if self._trace:
+                timer = Timer(self._trace, "kvpool.load", job.request_id, job.trace_headers)
+                self._timers[job.request_id] = timer, sum(len(group.block_ids) for group in job.blocks)
             if self._layer_loader is not None and not job.between_steps:
                 by_layers.setdefault(job.request_id, []).extend(self._group_loads(job))
                 continue
@@ -258,6 +265,9 @@ class PoolWorker:
 
     def _note(self, request_id: str, failed: Sequence[int]) -> None:
         self._failed_blocks.update(failed)
+        if timed := self._timers.pop(request_id, None):
+            timer, num_blocks = timed
+            timer.end(blocks=num_blocks, failed_blocks=len(failed), rank=str(self._rank))
         outcome = frozenset((request_id,))
         self._report = self._report.merge(LoadReport(failed=outcome) if failed else LoadReport(loaded=outcome))
 

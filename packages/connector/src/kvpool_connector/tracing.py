@@ -1,0 +1,42 @@
+"""Spans of what a request waits for: its lookup and its load. How they are sent is the engine's matter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Headers = tuple[tuple[str, str], ...]
+"""A request's trace context as it came with the request: W3C `traceparent` and `tracestate`; empty without one."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of time in a request's life. Times are nanoseconds since the epoch."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, str | int]
+    headers: Headers
+
+
+Trace = Callable[[Span], None]
+"""Takes a finished span, and returns at once."""
+
+
+class Timer:
+    """A span that has begun."""
+
+    def __init__(self, trace: Trace, name: str, request_id: str, headers: Headers) -> None:
+        self._trace = trace
+        self._name = name
+        self._request_id = request_id
+        self._headers = headers
+        self._start_ns = time.time_ns()
+
+    def end(self, **attributes: str | int) -> None:
+        """It ends now; `attributes` get the prefix `kvpool.`."""
+        named: dict[str, str | int] = {f"kvpool.{name}": value for name, value in attributes.items()}
+        named["kvpool.request_id"] = self._request_id
+        self._trace(Span(self._name, self._start_ns, time.time_ns(), named, self._headers))
