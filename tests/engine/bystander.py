@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 SHORT_TOKENS = 8
+_held: set[str] = set()
+"""Requests whose blocks the scheduler side keeps. Both sides are in one process in these tests."""
 
 
 @dataclass
@@ -67,7 +69,8 @@ class Bystander(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What ended in the step before has been sent."""
-        sent, self._ended = self._ended, set(finished_req_ids)
+        sent, self._ended = self._ended, finished_req_ids & _held
+        _held.difference_update(sent)
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=set(), failed_recving=set())
 
     def build_connector_worker_meta(self) -> BystanderReport:
@@ -87,6 +90,9 @@ class Bystander(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         """The blocks are still being sent."""
-        return request.num_prompt_tokens > SHORT_TOKENS, None
+        keep = request.num_prompt_tokens > SHORT_TOKENS
+        if keep:
+            _held.add(request.request_id)
+        return keep, None
 
     request_finished_all_groups = request_finished
