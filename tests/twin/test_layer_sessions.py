@@ -1,0 +1,144 @@
+"""What a store's sessions do not guard against, on both stores: half objects, lost keys, leases that end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool_connector.contract.status import Status
+from kvpool_connector.metadata import StepMetadata
+from tests.twin.layered import MIB, NUM_BLOCKS, LayeredRank
+from tests.twin.world import DISCARD_S, LEASE_S, SEGMENT_BYTES, World, get, put
+
+
+@pytest.fixture
+def other(fresh_world: World) -> Any:
+    """Another client, in a world with memory."""
+    fresh_world.client(SEGMENT_BYTES)
+    return fresh_world.client()
+
+
+def half_fails(rank: LayeredRank, key: str, layer: int) -> None:
+    """One range of one block is not written, and the store says so."""
+    put_ranges = rank.store.put_ranges
+
+    def failing(keys: Any, addresses: Any, sizes: Any, offsets: Any) -> list[Status]:
+        lost = [i for i, one in enumerate(keys) if one == key and offsets[i] == [layer * MIB]]
+        kept = [i for i in range(len(keys)) if i not in lost]
+        rows = ([row[i] for i in kept] for row in (keys, addresses, sizes, offsets))
+        written = iter(put_ranges(*rows))
+        return [Status.CORRUPT if i in lost else next(written) for i in range(len(keys))]
+
+    rank.store.put_ranges = failing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("layer", range(2))
+def test_a_half_object_is_revoked_and_the_others_are_whole(fresh_world: World, other: Any, layer: int) -> None:
+    rank = LayeredRank(fresh_world, 2)
+    half = rank.keys[3]
+    half_fails(rank, half, layer)
+    rank.fill(1)
+    rank.save()
+    assert rank.counts() == {"save_blocks_stored": NUM_BLOCKS - 1, "save_blocks_corrupt": 1}
+    assert [other.is_exist(key) for key in rank.keys] == [int(key != half) for key in rank.keys]
+    # Nothing is left that is in the way of a later save.
+    del rank.store.put_ranges
+    rank.save()
+    assert rank.counts()["save_blocks_stored"] == NUM_BLOCKS
+    rank.worker.close()
+    read_back(fresh_world, 1)
+
+
+def test_a_session_that_ends_unwritten_shows_garbage(fresh_world: World, other: Any) -> None:
+    # Were half objects ended, which the store allows, they would be there.
+    rank = LayeredRank(fresh_world, 2)
+    key = rank.keys[0]
+    assert rank.store.begin_put([key], [2 * MIB]) == [Status.OK]
+    assert rank.store.end_put([key]) == [Status.OK]
+    assert other.is_exist(key) == 1
+    rank.worker.close()
+
+
+def test_a_key_that_another_takes_is_not_stored_and_not_touched(fresh_world: World, other: Any) -> None:
+    rank = LayeredRank(fresh_world, 2, layerwise_session_limit_s=600)
+    step = rank.begin_save()
+    rank.worker.save_layer(rank.layers[0])
+    rank.await_ranges(left=1)
+    fresh_world.advance(DISCARD_S + 1.2)
+    for i, key in enumerate(rank.keys):
+        assert put(other, key, bytes([i]) * 64) == 0
+    rank.worker.save_layer(rank.layers[1])
+    rank.end_save(step)
+    assert rank.counts() == {"save_blocks_dropped_lost": NUM_BLOCKS}
+    for i, key in enumerate(rank.keys):
+        assert get(other, key, 64) == (64, bytes([i]) * 64)
+    rank.worker.close()
+
+
+def test_a_session_past_the_discard_time_is_stored_or_not_as_counted(fresh_world: World, other: Any) -> None:
+    rank = LayeredRank(fresh_world, 2, layerwise_session_limit_s=600)
+    rank.fill(1)
+    step = rank.begin_save()
+    rank.worker.save_layer(rank.layers[0])
+    rank.await_ranges(left=1)
+    fresh_world.advance(DISCARD_S + 1.2)
+    rank.worker.save_layer(rank.layers[1])
+    rank.end_save(step)
+    there = sum(other.is_exist(key) for key in rank.keys)
+    counts = rank.counts()
+    assert counts.get("save_blocks_stored", 0) == there
+    assert counts.get("save_blocks_dropped_lost", 0) == NUM_BLOCKS - there
+    rank.worker.close()
+
+
+def test_a_step_that_breaks_off_leaves_nothing_in_the_store(fresh_world: World, other: Any) -> None:
+    rank = LayeredRank(fresh_world, 2)
+    rank.begin_save()
+    rank.worker.save_layer(rank.layers[0])
+    rank.await_ranges(left=1)
+    rank.worker.begin_step(StepMetadata())
+    assert rank.worker.drain(60)
+    assert not any(other.is_exist(key) for key in rank.keys)
+    rank.fill(1)
+    rank.save()
+    rank.worker.close()
+    read_back(fresh_world, 1)
+
+
+def read_back(world: World, value: float) -> None:
+    """A fresh rank loads every block, layer by layer."""
+    rank = LayeredRank(world, 2)
+    step = rank.begin_load()
+    for layer in rank.layers:
+        rank.worker.wait_layer(layer)
+    rank.worker.end_step(step)
+    assert rank.worker.take_failed_blocks() == set()
+    assert rank.values() == {block_id: [value + block_id, value + 16 + block_id] for block_id in range(NUM_BLOCKS)}
+    rank.worker.close()
+
+
+@pytest.mark.parametrize(("renew_s", "failed"), [(LEASE_S / 2, set()), (600.0, set(range(NUM_BLOCKS)))])
+def test_a_slow_step_loads_all_where_leases_are_renewed(
+    fresh_world: World, other: Any, renew_s: float, failed: set[int]
+) -> None:
+    saving = LayeredRank(fresh_world, 3)
+    saving.fill(1)
+    saving.save()
+    saving.worker.close()
+    loading = LayeredRank(fresh_world, 3, layerwise_renew_s=renew_s, layerwise_prefetch_layers=1)
+    step = loading.begin_load()
+    loading.worker.wait_layer(loading.layers[0])
+    load = loading.worker._layer_load
+    assert load is not None
+    assert load.wait([(0, 1)], 30)
+    fresh_world.advance(LEASE_S + 0.5)
+    loading.worker.wait_layer(loading.layers[1])
+    loading.worker.wait_layer(loading.layers[2])
+    loading.worker.end_step(step)
+    assert loading.worker.take_failed_blocks() == failed
+    counts = loading.worker.counters.totals()
+    assert counts.get("load_blocks_lease_expired", 0) == len(failed)
+    if not failed:
+        assert loading.values() == {i: [1 + i, 17 + i, 33 + i] for i in range(NUM_BLOCKS)}
+    loading.worker.close()
