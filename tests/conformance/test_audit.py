@@ -36,6 +36,11 @@ class Changing(Borrowed):
         return statuses
 
 
+def blocks(node: LocalNode) -> dict[str, int]:
+    """What the node has counted, of blocks."""
+    return {name: count for name, count in node.counts().items() if "_blocks_" in name}
+
+
 @pytest.mark.parametrize("integrity", ["off", "on"])
 @pytest.mark.parametrize("layout", NAMED_CASES)
 def test_a_right_store_is_not_accused(backend: Target, layout: str, integrity: str) -> None:
@@ -45,7 +50,7 @@ def test_a_right_store_is_not_accused(backend: Target, layout: str, integrity: s
         source = LocalNode(deployment, 0, store, audit_every=1)
         source.fill(contents)
         assert source.save(contents) == 3
-        assert source.counts() == {"save_blocks_stored": 3, "audit_blocks_ok": 3}
+        assert blocks(source) == {"save_blocks_stored": 3, "audit_blocks_ok": 3}
         load_all(target, moved(contents, (3, 0, 5)))
         source.close()
 
@@ -65,7 +70,7 @@ def test_a_wrong_store_is_found_out(
             node = LocalNode(deployment, 0, fault(store), audit_every=every)
             node.fill(contents)
             assert node.save(contents) == (3 if every else 4)
-            counts = node.counts()
+            counts = blocks(node)
             expected = {"save_blocks_stored": 4}
             if every:
                 expected = {"save_blocks_stored": 3, f"save_blocks_{status}": 1, "audit_blocks_ok": 3, counted: 1}

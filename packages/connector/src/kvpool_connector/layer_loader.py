@@ -98,6 +98,7 @@ class LayerLoader:
         self,
         transfer: LayerTransfer,
         plan: LayerPlan,
+        object_bytes: Sequence[int],
         outage: Outage,
         counters: Counters,
         clock: Clock,
@@ -105,11 +106,12 @@ class LayerLoader:
         renew_s: float,
         prefetch_layers: int | None,
     ) -> None:
-        """`renew_s`: age at which a get session is renewed, well below the store's lease. `prefetch_layers`: how far
-        loads run ahead of the layer that computes; None for as far as the transport gets."""
+        """`object_bytes`: by group. `renew_s`: age at which a get session is renewed, well below the store's lease.
+        `prefetch_layers`: how far loads run ahead of the layer that computes; None for as far as the transport gets."""
         self._transfer = transfer
         self._store = transfer.store
         self._plan = plan
+        self._object_bytes = object_bytes
         self._outage = outage
         self._counters = counters
         self._clock = clock
@@ -165,6 +167,8 @@ class LayerLoader:
                 failed[one.request_id].append(one.block_id)
                 reasons[one.status] += 1
         self._counters.add("load_blocks_ok", len(load.objects) - reasons.total())
+        num_bytes = sum(self._object_bytes[part.group] for part in load.parts for one in part.objects if one.status.ok)
+        self._counters.add("load_bytes", num_bytes)
         for status, count in reasons.items():
             self._counters.add(f"load_blocks_{status.value}", count)
         if reasons:

@@ -136,6 +136,7 @@ class LayerSaver:
         if not fits:
             self._counters.add("save_blocks_dropped_queue_full", num_blocks)
             return None
+        self._counters.add("save_queue_entered", num_blocks)
         return LayerSave(
             {
                 group: _Group(
@@ -271,15 +272,16 @@ class LayerSaver:
             if save.tasks:
                 return
         try:
-            for group in save.groups.values():
-                self._end(group)
+            for index, group in save.groups.items():
+                self._end(group, self._object_bytes[index])
         finally:
             for group in save.groups.values():
                 group.ticket.close()
             with self._lock:
                 self._num_queued -= save.num_blocks
+            self._counters.add("save_queue_left", save.num_blocks)
 
-    def _end(self, group: _Group) -> None:
+    def _end(self, group: _Group, object_bytes: int) -> None:
         if group.begun_at is not None and not self._fresh(group):
             for one in group.objects:
                 one.fault = one.fault or "stale"
@@ -296,6 +298,7 @@ class LayerSaver:
         statuses_of(
             self._store.revoke_put, [one.key for one in group.objects if one.opened and one.status is not Status.OK]
         )
-        count_saved([one.status for one in group.objects if one.status], self._outage, self._counters)
+        ended = [one.status for one in group.objects if one.status]
+        count_saved(ended, object_bytes, self._outage, self._counters)
         for fault, count in Counter(one.fault for one in group.objects if one.fault and not one.status).items():
             self._counters.add(f"save_blocks_dropped_{fault}", count)

@@ -171,4 +171,5 @@ class Loader:
             logger.exception("event=load_raised blocks=%d", len(block_ids))
             return [Status.UNAVAILABLE] * len(block_ids)
         self._outage.note(statuses)
+        self._counters.add("load_bytes", transfer.stored_bytes * sum(status.ok for status in statuses))
         return statuses

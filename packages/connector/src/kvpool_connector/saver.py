@@ -76,6 +76,7 @@ class Saver:
         if not fits:
             self._counters.add("save_blocks_dropped_queue_full", num_blocks)
             return
+        self._counters.add("save_queue_entered", num_blocks)
         ticket = self._fence.ticket(block_id for save in saves for block_id in save.block_ids)
         self._jobs.put(_Job(event, saves, ticket, num_blocks))
 
@@ -101,6 +102,7 @@ class Saver:
                 job.ticket.close()
                 with self._lock:
                     self._num_queued -= job.num_blocks
+                self._counters.add("save_queue_left", job.num_blocks)
 
     def _save(self, job: _Job) -> None:
         if self._outage.active:
@@ -113,13 +115,15 @@ class Saver:
         for save in job.saves:
             transfer = self._transfers[save.group]
             assert transfer is not None, f"group {save.group} has no layers on this rank"
-            count_saved(transfer.save(save.keys, save.block_ids, job.ticket), self._outage, self._counters)
+            statuses = transfer.save(save.keys, save.block_ids, job.ticket)
+            count_saved(statuses, transfer.stored_bytes, self._outage, self._counters)
 
 
-def count_saved(statuses: Sequence[Status], outage: Outage, counters: Counters) -> None:
-    """Enter how blocks' saves ended into the counts and the memory of outages."""
+def count_saved(statuses: Sequence[Status], stored_bytes: int, outage: Outage, counters: Counters) -> None:
+    """Enter how saves of blocks, of `stored_bytes` each, ended into the counts and the memory of outages."""
     outage.note(statuses)
     counts = Counter(statuses)
+    counters.add("save_bytes", counts[Status.OK] * stored_bytes)
     counters.add("save_blocks_stored", counts.pop(Status.OK, 0))
     counters.add("save_blocks_present", counts.pop(Status.EXISTS, 0))
     for status, count in counts.items():

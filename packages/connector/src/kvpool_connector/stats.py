@@ -69,6 +69,16 @@ FAMILIES = (
         },
     ),
     Family(
+        "kvpool_bytes",
+        "Bytes read from and written to the pool in blocks that were loaded and stored, on each rank.",
+        {"load_bytes": "loaded", "save_bytes": "stored"},
+    ),
+    Family(
+        "kvpool_save_queue_blocks",
+        "Blocks that entered and left the queue of saves, on each rank; the difference waits.",
+        {"save_queue_entered": "entered", "save_queue_left": "left"},
+    ),
+    Family(
         "kvpool_audit_blocks",
         "Blocks stored that were to be read back, by outcome, on each rank.",
         {f"audit_blocks_{result}": result for result in ("ok", "lost", "wrong", "others", "unread")},

@@ -48,6 +48,11 @@ class Unheld:
 class Transfer(Protocol):
     """Saves and loads of whole blocks: one status a block, in order, never an exception for a fault of the store."""
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one block's object."""
+        ...
+
     def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
         """Store block `block_ids[i]` under `keys[i]`.
 
@@ -66,6 +71,7 @@ class DirectTransfer:
     def __init__(self, store: Store, layout: ShardLayout) -> None:
         self._store = store
         self._planner = Planner(layout)
+        self.stored_bytes = layout.object_bytes
 
     def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
         """See `Transfer`. The blocks are held until the store has read them."""
@@ -115,6 +121,7 @@ class PackedTransfer:
         self._audit = audit
         self._object_bytes = layout.object_bytes
         self._trailer_bytes = integrity.trailer_bytes if integrity else 0
+        self.stored_bytes = self._object_bytes + self._trailer_bytes
         self._per_chunk = max(1, min(staging.chunk_bytes // (layout.object_bytes + self._trailer_bytes), 1024))
 
     def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:

@@ -134,10 +134,11 @@ class PoolWorker:
         plan = LayerPlan(layouts, settings.layerwise_layers_per_transfer)
         limit = settings.load_timeout_s
         transfer = LayerTransfer(store, self._device, plan, kv_caches, self._staging, limit)
+        object_bytes = [layout.object_bytes if layout else 0 for layout in layouts]
         self._layer_saver = LayerSaver(
             transfer,
             plan,
-            [layout.object_bytes if layout else 0 for layout in layouts],
+            object_bytes,
             self._fence,
             self._outage,
             self.counters,
@@ -149,6 +150,7 @@ class PoolWorker:
         self._layer_loader = LayerLoader(
             transfer,
             plan,
+            object_bytes,
             self._outage,
             self.counters,
             self._clock,
