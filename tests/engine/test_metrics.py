@@ -20,4 +20,6 @@ def test_counts_are_added_by_engine_and_result() -> None:
     metrics.observe({"load_blocks_ok": 2}, 1)
     name, value = "vllm:kvpool_load_blocks_total", prometheus_client.REGISTRY.get_sample_value
     assert value(name, {**LABELS, "engine": "1"}) == 5
-    assert value(name, {**LABELS, "engine": "0"}) is None
+    assert value(name, {**LABELS, "engine": "0"}) == 0
+    assert value(name, {**LABELS, "engine": "0", "result": "corrupt"}) == 0, "its first growth would not be seen"
+    assert value(name, {**LABELS, "engine": "0", "result": "request-17"}) is None

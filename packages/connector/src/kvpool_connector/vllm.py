@@ -143,6 +143,11 @@ class PoolPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for family in FAMILIES
         }
+        # From the start with 0: of a count that appears with 1 a monitoring system sees no growth.
+        for values in per_engine_labelvalues.values():
+            for family in FAMILIES:
+                for result in family.counts.values():
+                    self._counts[family.name].labels(*values, result)
 
     def observe(self, transfer_stats_data: Any, engine_idx: int = 0) -> None:
         """Add an interval's counts: by name, or as `PoolStats` where both ends are in one process."""
