@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import random
+import time
 import xml.dom.minidom
 from pathlib import Path
 
@@ -162,3 +163,15 @@ def test_the_command_writes_table_document_and_picture(tmp_path: Path, capsys: p
     assert len(xml.dom.minidom.parse(str(picture)).getElementsByTagName("polyline")) == 2
     assert main([str(trace), *options, "--json"]) == 0
     assert [row["fleet"]["instances"] for row in json.loads(capsys.readouterr().out)] == [1, 1, 2, 2]
+
+
+def test_12_000_requests_take_less_than_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seconds, in fact; the bound is what an operator may count on."""
+    path = tmp_path / "trace.jsonl"
+    start = time.monotonic()
+    assert main([str(path), "--sample", "12000"]) == 0
+    assert main([str(path), "--pool-size", "256GB", "--instances", "4", "--json"]) == 0
+    assert time.monotonic() - start < 60
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["num_requests"] == 12_000
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 12_000
