@@ -119,6 +119,9 @@ class LayerLoader:
         self._renew_s = renew_s
         self._prefetch_layers = prefetch_layers
         self._told: set[str] = set()
+        self._readers: Counter[str] = Counter()
+        """Parts that read from a key's session, which all of a client share: a load given up may outlive the next's start."""
+        self._sessions = threading.Lock()
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-loader")
 
     def start(self, loads: Mapping[str, Sequence[GroupLoad]], event: Event) -> LayerLoad:
@@ -264,17 +267,25 @@ class LayerLoader:
             now = self._clock.now()
             if part.begun_at is not None and now - part.begun_at < self._renew_s:
                 return
-            part.begun_at = now
             some = [one for one in part.objects if one.status.ok]
-            statuses = statuses_of(self._store.begin_get, [one.key for one in some])
+            with self._sessions:
+                if part.begun_at is None:
+                    self._readers.update(one.key for one in part.objects)
+                statuses = statuses_of(self._store.begin_get, [one.key for one in some])
+            part.begun_at = now
             self._outage.note(statuses)
             for one, status in zip(some, statuses, strict=True):
                 if not status.ok:
                     one.status = status
 
     def _end(self, keys: Sequence[str]) -> None:
-        try:
-            self._store.end_get(keys)
-        except Exception:
-            # A session that stays open holds a lease that runs out by itself.
-            logger.exception("event=store_raised call=end_get keys=%d", len(keys))
+        with self._sessions:
+            self._readers.subtract(keys)
+            unread = [key for key in dict.fromkeys(keys) if not self._readers[key]]
+            for key in unread:
+                del self._readers[key]
+            try:
+                self._store.end_get(unread)
+            except Exception:
+                # A session that stays open holds a lease that runs out by itself.
+                logger.exception("event=store_raised call=end_get keys=%d", len(unread))
