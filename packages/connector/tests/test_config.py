@@ -138,3 +138,18 @@ def test_nothing_configured() -> None:
         StoreSettings.from_environment({})
     with pytest.raises(ConfigError, match="not readable"):
         StoreSettings.from_environment({"MOONCAKE_CONFIG_PATH": "/nowhere/mooncake.json"})
+
+
+@pytest.mark.parametrize(
+    ("mode", "preferred", "segment", "expected"),
+    [
+        ("auto", True, "1GB", False),
+        ("auto", True, 0, "auto"),
+        ("auto", False, "1GB", "auto"),
+        (True, True, "1GB", True),
+        (False, True, "1GB", False),
+    ],
+)
+def test_auto_is_off_beside_memory_of_its_own(mode: object, preferred: bool, segment: object, expected: object) -> None:
+    store = StoreSettings.model_validate({**MASTER, "preferred_segment": preferred, "global_segment_size": segment})
+    assert PoolSettings.from_extra_config({"use_layerwise": mode}).beside(store).use_layerwise == expected

@@ -14,6 +14,7 @@ from test_worker import NUM_BLOCKS, Rig, group
 from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.status import Status
 from kvpool_connector.host import HostDevice
+from kvpool_connector.layer_cost import Work
 from kvpool_connector.metadata import LoadJob, SaveJob, StepMetadata
 
 LAYERS = [f"model.layers.{i}.attn" for i in range(3)]
@@ -310,6 +311,45 @@ def test_get_sessions_are_renewed_before_their_lease_ends() -> None:
         assert rig.read(4) == rig.expected(11)
 
 
+def test_a_load_that_ends_late_does_not_end_the_sessions_of_the_next() -> None:
+    with layer_rig() as rig:
+        rig.save_all({1: 11})
+        assert rig.ended()
+        late, slow = threading.Event(), threading.Event()
+        rig.store.range_gates = {RANGE_BYTES: late}
+        rig.store.asked.clear()
+        rig.begin_load({4: 11})
+        until(lambda: ("get", 2 * RANGE_BYTES) in rig.store.asked)
+        given_up = rig.worker._layer_load
+        assert given_up is not None
+        rig.store.range_gates = {2 * RANGE_BYTES: slow}
+        step = rig.begin_load({5: 11})
+        assert rig.worker.take_failed_blocks() == {4}
+        until(lambda: rig.store.asked[-2:] == [("get", RANGE_BYTES), ("get", 2 * RANGE_BYTES)])
+        late.set()
+        until(lambda: not any(given_up.missing.values()))
+        slow.set()
+        for layer in LAYERS:
+            rig.worker.wait_layer(layer)
+        rig.worker.end_step(step)
+        assert rig.worker.take_failed_blocks() == set()
+        assert rig.read(5) == rig.expected(11)
+
+
+def test_two_requests_load_one_key() -> None:
+    with layer_rig() as rig:
+        rig.save_all({1: 11})
+        assert rig.ended()
+        step = StepMetadata(loads=(LoadJob("a", (group({4: 11}),)), LoadJob("b", (group({5: 11}),))))
+        rig.worker.begin_step(step)
+        rig.worker.start_loads(step)
+        for layer in LAYERS:
+            rig.worker.wait_layer(layer)
+        rig.worker.end_step(step)
+        assert rig.worker.take_failed_blocks() == set()
+        assert rig.read(4) == rig.read(5) == rig.expected(11)
+
+
 def test_loads_run_ahead_no_further_than_told() -> None:
     with layer_rig(layerwise_prefetch_layers=1) as rig:
         rig.save_all({1: 11})
@@ -392,6 +432,57 @@ def test_blocks_of_other_steps_are_not_touched() -> None:
             assert rig.read(block_id) == (rig.expected(15) if block_id == 7 else before[block_id])
 
 
-def test_a_store_without_sessions_is_refused() -> None:
+@pytest.mark.parametrize("mode", [True, "auto"])
+def test_a_store_without_sessions_is_refused(mode: object) -> None:
     with pytest.raises(ConfigError, match="has no sessions"):
-        Rig(DictStore(), use_layerwise=True)
+        Rig(DictStore(), use_layerwise=mode)
+
+
+def calls(rig: LayerRig) -> set[str]:
+    """Whether ranges were written and read since the last call."""
+    made = {call for call, _ in rig.store.asked}
+    rig.store.asked.clear()
+    return made
+
+
+def test_auto_moves_a_step_the_way_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[Work]] = []
+    answers = iter([True, False, False, True])
+
+    def pays(work: list[Work]) -> bool:
+        asked.append(work)
+        return next(answers)
+
+    monkeypatch.setattr("kvpool_connector.worker.pays", pays)
+    with layer_rig(use_layerwise="auto") as rig:
+        rig.save_all(CONTENTS)
+        assert rig.ended()
+        assert calls(rig) == {"put"}
+        assert not rig.load_all({7: 15, 3: 11})
+        assert calls(rig) == set()
+        rig.save_all({4: 14, 6: 16})
+        assert rig.ended()
+        assert calls(rig) == set()
+        assert rig.stored() == {rig.key(c): rig.expected(c) for c in (11, 15, 12, 14, 16)}
+        assert not rig.load_all({0: 14, 7: 16})
+        assert calls(rig) == {"get"}
+        assert [rig.read(block_id) for block_id in (0, 7, 3)] == [rig.expected(c) for c in (14, 16, 11)]
+        assert asked == [[Work(count, 3 * RANGE_BYTES, 3)] for count in (3, 2, 2, 2)]
+
+
+def test_auto_drops_what_true_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_connector.worker.pays", lambda work: True)
+    with layer_rig(use_layerwise="auto", max_queued_blocks=2) as rig:
+        rig.save_all(CONTENTS)
+        assert rig.ended()
+        assert not rig.stored()
+        assert rig.counts()["save_blocks_dropped_queue_full"] == 3
+
+
+def test_auto_moves_tiny_blocks_whole() -> None:
+    with layer_rig(use_layerwise="auto") as rig:
+        rig.save_all(CONTENTS)
+        assert rig.ended()
+        assert not rig.load_all({7: 15, 3: 11})
+        assert calls(rig) == set()
+        assert len(rig.stored()) == 3

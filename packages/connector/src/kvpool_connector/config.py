@@ -144,12 +144,13 @@ class PoolSettings(_Settings):
     save_decode_cache: bool = False
     """Also save blocks that hold generated tokens."""
     discard_partial_chunks: Literal[True] = True
-    use_layerwise: bool = False
-    """Load and save layer by layer while a step computes."""
+    use_layerwise: Literal[False, True, "auto"] = False
+    """Load and save layer by layer while a step computes; `auto`: in steps where `kvpool_connector.layer_cost` says
+    that it pays."""
     layerwise_prefetch_layers: Annotated[int, Field(ge=1)] | None = None
     """Layers that loads may run ahead of the one that computes; null: as many as the transport manages."""
     layerwise_layers_per_transfer: Annotated[int, Field(ge=1)] | None = None
-    """Layers that are moved together; null: as many as are worth a transfer."""
+    """Layers that are moved together; null: as many as `kvpool_connector.layer_cost` takes for best."""
     layerwise_session_limit_s: Annotated[float, Field(gt=0, le=600)] = 20.0
     """Age at which an unfinished object is given up. Must lie below the master's `--put_start_discard_timeout_sec`
     (30 by default), and never anywhere near its `--put_start_release_timeout_sec`."""
@@ -204,6 +205,14 @@ class PoolSettings(_Settings):
                     f"{name} to {json.dumps(none)}"
                 )
         return self
+
+    def beside(self, store: StoreSettings) -> Self:
+        """These settings, with `use_layerwise: auto` off where the store prefers this process's own memory.
+
+        There whole objects are copied within the process, while ranges go over the transport.
+        """
+        own_memory = store.preferred_segment and store.global_segment_size > 0
+        return self.model_copy(update={"use_layerwise": False}) if self.use_layerwise == "auto" and own_memory else self
 
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> PoolSettings:

@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool_connector.contract.layout import Layer, ShardLayout
+from kvpool_connector.layer_cost import best_num_ranges
 from kvpool_connector.registration import is_indexer
-
-MIN_RANGE_BYTES = 64 << 10
-"""Layers are moved together until a block's range has this many bytes: below it a range's fixed cost is most of it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class LayerPlan:
     """The ranges of all groups of a rank, and the hooks they hang on."""
 
     def __init__(self, layouts: Sequence[ShardLayout | None], layers_per_transfer: int | None = None) -> None:
-        """`layers_per_transfer`: None for as many as make a range of `MIN_RANGE_BYTES`."""
+        """`layers_per_transfer`: None for as many as `kvpool_connector.layer_cost.best_num_ranges` says."""
         held = [layout for layout in layouts if layout]
         self._hook_of_label = _hooks(held)
         self._before, self._after = self._neighbours(held)
@@ -59,7 +57,7 @@ class LayerPlan:
         return frozenset(hook for piece in self.ranges[group] for hook in piece.hooks)
 
     def _ranges(self, layout: ShardLayout, layers_per_transfer: int | None) -> tuple[LayerRange, ...]:
-        count = layers_per_transfer or _layers_of(MIN_RANGE_BYTES, layout)
+        count = layers_per_transfer or -(-len(layout.layers) // best_num_ranges(layout.object_bytes))
         ranges: list[LayerRange] = []
         offset = 0
         for start in range(0, len(layout.layers), count):
@@ -136,11 +134,6 @@ def _own_hook(layer: Layer) -> str | None:
 
 def _has_indexer(layer: Layer) -> bool:
     return any(map(is_indexer, layer.layer_names))
-
-
-def _layers_of(num_bytes: int, layout: ShardLayout) -> int:
-    mean = max(1, layout.object_bytes // len(layout.layers))
-    return min(len(layout.layers), max(1, -(-num_bytes // mean)))
 
 
 def _order(label: str) -> tuple[int, int, str]:

@@ -193,7 +193,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         model = model_of(self._vllm_config, self._settings)
         rank = this_rank()
         trace = trace_of(self._vllm_config)
-        worker = PoolWorker(self._settings, store, device, self._topology, rank, model, trace=trace)
+        settings = self._settings.beside(store_settings)
+        worker = PoolWorker(settings, store, device, self._topology, rank, model, trace=trace)
         if store_settings.protocol == "ascend" and rank == Rank():
             worker.serve_lookups(self._lookup_path())
         return worker

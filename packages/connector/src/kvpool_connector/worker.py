@@ -6,7 +6,9 @@ A step, in the engine's order: `begin_step` (before anything is written), `start
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.fence import Fence
 from kvpool_connector.integrity import SAMPLE_EVERY, Integrity
+from kvpool_connector.layer_cost import Work, pays
 from kvpool_connector.layer_loader import LayerLoad, LayerLoader
 from kvpool_connector.layer_plan import LayerPlan
 from kvpool_connector.layer_saver import LayerSave, LayerSaver
@@ -77,9 +80,11 @@ class PoolWorker:
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._step_loads: list[Load] = []
+        self._layer_plan: LayerPlan | None = None
         self._layer_saver: LayerSaver | None = None
         self._layer_loader: LayerLoader | None = None
         self._layer_save: LayerSave | None = None
+        self._saves_by_layers = False
         self._layer_load: LayerLoad | None = None
         self._open_loads: list[Load] = []
         self._before_step: Event | None = None
@@ -127,11 +132,11 @@ class PoolWorker:
         settings, store = self._settings, self._store
         if not isinstance(store, SessionStore):
             raise ConfigError(
-                f"use_layerwise is true, but the store ({type(store).__name__}) has no sessions; "
-                "set use_layerwise to false"
+                f"use_layerwise is {json.dumps(settings.use_layerwise)}, but the store ({type(store).__name__}) has no "
+                "sessions; set use_layerwise to false"
             )
         assert self._staging is not None, "layers pass through staging"
-        plan = LayerPlan(layouts, settings.layerwise_layers_per_transfer)
+        self._layer_plan = plan = LayerPlan(layouts, settings.layerwise_layers_per_transfer)
         limit = settings.load_timeout_s
         transfer = LayerTransfer(store, self._device, plan, kv_caches, self._staging, limit)
         object_bytes = [layout.object_bytes if layout else 0 for layout in layouts]
@@ -223,9 +228,9 @@ class PoolWorker:
             # A step in flight may still write blocks whose request has ended; a load must come behind it.
             self._before_step = self._device.record_event()
         if self._layer_saver is not None:
-            self._layer_save = self._layer_saver.open(
-                save for job in step.saves if not job.final for save in self._group_saves(job)
-            )
+            saves = [save for job in step.saves if not job.final for save in self._group_saves(job)]
+            self._saves_by_layers = self._by_layers(saves)
+            self._layer_save = self._layer_saver.open(saves) if self._saves_by_layers else None
 
     def start_loads(self, step: StepMetadata) -> None:
         """Begin this step's loads; return when those that the step computes on have ended, well or not.
@@ -233,13 +238,18 @@ class PoolWorker:
         Layer by layer it returns at once, and `wait_layer` waits for a layer's part of them.
         """
         by_layers: dict[str, list[GroupLoad]] = {}
+        if self._layer_loader is not None:
+            for job in step.loads:
+                if not job.between_steps:
+                    by_layers.setdefault(job.request_id, []).extend(self._group_loads(job))
+            if not self._by_layers([load for loads in by_layers.values() for load in loads]):
+                by_layers.clear()
         for job in step.loads:
             assert self._before_step is not None, "begin_step() comes first"
             if self._trace:
                 timer = Timer(self._trace, "kvpool.load", job.request_id, job.trace_headers)
                 self._timers[job.request_id] = timer, sum(len(group.block_ids) for group in job.blocks)
-            if self._layer_loader is not None and not job.between_steps:
-                by_layers.setdefault(job.request_id, []).extend(self._group_loads(job))
+            if job.request_id in by_layers and not job.between_steps:
                 continue
             load = self._loads().start(job.request_id, self._group_loads(job), self._before_step)
             (self._open_loads if job.between_steps else self._step_loads).append(load)
@@ -259,6 +269,22 @@ class PoolWorker:
         if self._layer_save is not None and self._layer_saver is not None:
             self._layer_saver.computed(self._layer_save, layer_name, self._device.record_event())
 
+    def _by_layers(self, moves: Sequence[GroupLoad | GroupSave]) -> bool:
+        """Whether a step moves these blocks layer by layer: always, or when it pays."""
+        assert self._layer_plan is not None, "register() comes first"
+        if self._settings.use_layerwise != "auto" or not moves:
+            return bool(moves)
+        num_blocks = Counter[int]()
+        for move in moves:
+            num_blocks[move.group] += len(move.keys)
+        ranges = self._layer_plan.ranges
+        return pays(
+            [
+                Work(count, sum(piece.layout.object_bytes for piece in ranges[group]), len(ranges[group]))
+                for group, count in num_blocks.items()
+            ]
+        )
+
     def _end_layer_load(self) -> None:
         if self._layer_load is not None and self._layer_loader is not None:
             for request_id, failed in self._layer_loader.settle(self._layer_load).items():
@@ -276,9 +302,9 @@ class PoolWorker:
     def end_step(self, step: StepMetadata) -> None:
         """After the forward pass: queue this step's saves, and end its loads."""
         self._end_layer_load()
-        if self._layer_saver is None:
+        if not self._saves_by_layers:
             self._submit([job for job in step.saves if not job.final])
-        elif self._layer_save is not None:
+        elif self._layer_save is not None and self._layer_saver is not None:
             self._layer_saver.close(self._layer_save, self._device.record_event())
             self._layer_save = None
 
