@@ -120,7 +120,7 @@ class LayerLoader:
         self._prefetch_layers = prefetch_layers
         self._told: set[str] = set()
         self._readers: Counter[str] = Counter()
-        """Parts that read from a key's session, which all of a client share: a load given up may outlive the next's start."""
+        """Parts that read from a key's session. A client has one for all, and a load given up may end late."""
         self._sessions = threading.Lock()
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-loader")
 
