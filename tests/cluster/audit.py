@@ -10,8 +10,8 @@ from kvpool_connector.contract.keys import tag_of
 from kvpool_connector.metadata import GroupBlocks, LoadJob, StepMetadata
 from kvpool_simulator.engine import Engine, Request
 from kvpool_simulator.engine.groups import Group
-from kvpool_simulator.engine.oracle import RankMemory
-from tests.cluster.sides import PoolWorkerSide
+from kvpool_simulator.engine.oracle import RankMemory, weighed
+from tests.cluster.sides import PoolSchedulerSide, PoolWorkerSide
 
 
 def audit(engines: Sequence[Engine]) -> tuple[list[str], int, int]:
@@ -29,7 +29,7 @@ def audit(engines: Sequence[Engine]) -> tuple[list[str], int, int]:
                 room = engine.scheduler.limits.num_blocks - 1
                 for start in range(0, len(wanted), room):
                     some = wanted[start : start + room]
-                    failed, wrong = _check(rank.side, rank.memory, number, group, some)
+                    failed, wrong = _check(rank.side, rank.memory, number, group, some, *_now(engine))
                     count += len(some) - len(failed)
                     missing += sum(
                         (index + 1) * group.tokens <= request.num_prompt_tokens
@@ -58,13 +58,31 @@ def _blocks(engine: Engine) -> dict[tuple[int, str, bytes], tuple[Request, int]]
     return found
 
 
+def _now(engine: Engine) -> tuple[int, int]:
+    """The pool's epoch for this engine, and its weights."""
+    side = engine.scheduler.connector
+    assert isinstance(side, PoolSchedulerSide) and side.scheduler.epoch is not None
+    return side.scheduler.epoch, engine.scheduler.weights
+
+
 def _check(
-    side: PoolWorkerSide, memory: RankMemory, number: int, group: Group, wanted: Sequence[Wanted]
+    side: PoolWorkerSide,
+    memory: RankMemory,
+    number: int,
+    group: Group,
+    wanted: Sequence[Wanted],
+    epoch: int,
+    weights: int,
 ) -> tuple[set[int], list[str]]:
     memory.caches.poison()
     ids = list(range(1, len(wanted) + 1))
     jobs = tuple(
-        LoadJob(f"audit-{tag}", (GroupBlocks(number, tuple(b for b, _ in mine), tuple(h for _, h in mine)),), tag)
+        LoadJob(
+            f"audit-{tag}",
+            (GroupBlocks(number, tuple(b for b, _ in mine), tuple(h for _, h in mine)),),
+            tag,
+            epoch=epoch,
+        )
         for tag in sorted({tag for tag, _, _ in wanted})
         if (mine := [(b, h) for b, (t, h, _) in zip(ids, wanted, strict=True) if t == tag])
     )
@@ -82,7 +100,7 @@ def _check(
             continue
         start, end = index * group.tokens, (index + 1) * group.tokens
         request.key_at(end - 1)
-        keys = np.array(request.truth.keys[start:end], np.uint64)
+        keys = weighed(np.array(request.truth.keys[start:end], np.uint64), weights)
         table = [0] * index + [block_id]
         rows = memory.rows(keys, table, group.tokens, start)
         for name in group.layer_names:

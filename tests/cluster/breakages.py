@@ -62,6 +62,19 @@ def misplaced(right: Any, self: Any, view: Any, tables: Any, num_external_tokens
     return right(self, view, tables, num_external_tokens)
 
 
+def old_saves_visible(right: Any, self: Any, tracker: Any, *arguments: Any, **named: Any) -> Any:
+    tracker.epoch = self.epoch
+    return right(self, tracker, *arguments, **named)
+
+
+def reset_forgets(right: Any, self: Any) -> bool:
+    shards, self._shards = self._shards, None
+    try:
+        return bool(right(self))
+    finally:
+        self._shards = shards
+
+
 plant("the fence lets every step overwrite at once", fence.Fence, "overwrite", lambda self, block_ids: 0)
 wrap(
     "what a load will overwrite is not told to the fence",
@@ -116,6 +129,8 @@ wrap(
     "_due",
     unconfirmed_ignored,
 )
+wrap("what was computed before a reset is saved after it", scheduler.PoolScheduler, "_due", old_saves_visible)
+wrap("a reset resets nothing", scheduler.PoolScheduler, "reset", reset_forgets)
 wrap("blocks are saved that the step does not complete", scheduler.PoolScheduler, "_due", rejected_saved)
 wrap("the local hit is loaded in place of what follows", scheduler.PoolScheduler, "allocated", misplaced)
 wrap(

@@ -60,6 +60,7 @@ class Outcome:
     counters: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     virtual_s: float = 0.0
+    num_resets: int = 0
 
     @property
     def replay(self) -> str:
@@ -219,6 +220,9 @@ class Cluster:
                 self.master.kill()
                 self.tasks.sleep(lasts)
                 (self.master.restart if event == "restart" else self.master.resume)()
+            elif event == "reset":
+                for engine in self.engines:
+                    engine.reset()
             elif event == "hang":
                 self.master.hang()
                 self.tasks.sleep(lasts)
@@ -280,6 +284,7 @@ class Cluster:
         outcome = self.outcome
         for engine in self.engines:
             outcome.num_steps += engine.num_steps
+            outcome.num_resets += engine.scheduler.weights
             outcome.num_rows += engine.num_rows_checked
             for hook, seconds in engine.longest_hook_s.items():
                 outcome.longest_hook_s[hook] = max(outcome.longest_hook_s.get(hook, 0.0), seconds)

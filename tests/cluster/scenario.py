@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -176,7 +176,7 @@ def _swarm(seed: int, random: Random) -> Scenario:
         "fence_timeout_s": random.choice((0.0, 0.005, 0.05)),
         **_by_layers(Random(f"layers/{seed}")),
     }
-    return Scenario(
+    made = Scenario(
         seed,
         "swarm",
         shape,
@@ -193,6 +193,11 @@ def _swarm(seed: int, random: Random) -> Scenario:
         spare_objects=random.choice((None, None, None, 50, 500)),
         events=tuple(event for event in EVENTS if random.random() < share / 3),
     )
+    resets = Random(f"resets/{seed}")
+    if made.num_engines == 1 and resets.random() < 0.3:
+        # Of several engines with new weights the first to be reset would share with the last that is not.
+        return replace(made, events=(*made.events, *["reset"] * resets.choice((1, 3))))
+    return made
 
 
 def _by_layers(random: Random) -> dict[str, Any]:

@@ -50,6 +50,9 @@ class PoolSchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request.request_id, completed=request.status in ENDED_BY_ITSELF), None
 
+    def reset_cache(self) -> bool:
+        return self.scheduler.reset()
+
     def num_remembered(self) -> int:
         return self.scheduler.num_tracked
 

@@ -76,6 +76,15 @@ def test_b8_d21_heads_that_several_ranks_hold_are_stored_once_and_loaded_by_all(
     assert outcome.counters["save_blocks_stored"] <= outcome.num_audited / 2
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shape", [Shape(tp=2), Shape(HYBRID, block_sizes=(16, 32), window=24)])
+def test_b10_new_weights_never_meet_what_the_old_ones_left(seed: int, shape: Shape) -> None:
+    limits = Limits(60, max_batched_tokens=256, max_requests=8, asynchronous=True)
+    outcome = cluster(seed, shape=shape, limits=limits, num_engines=1, num_requests=120, events=("reset",) * 4)
+    assert outcome.num_resets == 4
+    assert outcome.num_loads > 50
+
+
 def test_c2_ends_are_told_once_with_guessed_tokens() -> None:
     limits = Limits(40, max_requests=8, num_draft_tokens=3, asynchronous=True)
     cluster(limits=limits, mix=Mix(longest_answer=40, pooling=0.1, aborts=0.2))

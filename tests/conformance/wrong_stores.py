@@ -313,9 +313,9 @@ class CutsValues(Borrowed):
 
 @wrong("replaces small values", "test_small_values")
 class ReplacesValues(Borrowed):
-    def write(self, key: str, value: bytes) -> Status:
+    def write(self, key: str, value: bytes, *, pinned: bool = False) -> Status:
         super().remove([key], force=True)
-        return super().write(key, value)
+        return super().write(key, value, pinned=pinned)
 
 
 @wrong("answers an empty batch with one status", "test_empty_batches")

@@ -75,6 +75,11 @@ class Engine:
         self._send("forget")
         self._answer("forget", ANSWER_LIMIT_S)
 
+    def reset(self) -> None:
+        """Empty the engine's own prefix cache and the pool, as a user does after new weights."""
+        self._send("reset")
+        self._answer("reset", ANSWER_LIMIT_S)
+
     def perform(self, name: str, *arguments: Any) -> Any:
         """What the function of `tests.engine.inside` returns; for engines whose core has no process of its own."""
         self._send("perform", f"tests.engine.inside:{name}", arguments)

@@ -100,6 +100,10 @@ class Serving:
         """Empty the engine's own prefix cache, with all saves ended; the pool stays."""
         assert self._engine.reset_prefix_cache(), "the engine did not empty its prefix cache"
 
+    def reset(self) -> None:
+        """Empty the engine's own prefix cache and the pool."""
+        assert self._engine.reset_prefix_cache(reset_connector=True), "the engine did not reset its caches"
+
     def call(self, name: str) -> None:
         """Call `module:function:argument:...`."""
         call(name)

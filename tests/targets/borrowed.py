@@ -59,8 +59,8 @@ class Borrowed:
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return self._store.remove(keys, force=force)
 
-    def write(self, key: str, value: bytes) -> Status:
-        return self._store.write(key, value)
+    def write(self, key: str, value: bytes, *, pinned: bool = False) -> Status:
+        return self._store.write(key, value, pinned=pinned)
 
     def read(self, key: str) -> tuple[Status, bytes]:
         return self._store.read(key)

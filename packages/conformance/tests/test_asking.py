@@ -56,7 +56,7 @@ class ToyStore:
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return [Status.MISS if self._objects.pop(key, None) is None else Status.OK for key in keys]
 
-    def write(self, key: str, value: bytes) -> Status:
+    def write(self, key: str, value: bytes, *, pinned: bool = False) -> Status:
         self._objects.setdefault(key, value)
         return Status.OK
 

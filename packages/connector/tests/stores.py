@@ -69,7 +69,7 @@ class DictStore:
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return [Status.OK if self.objects.pop(key, None) is not None else Status.MISS for key in keys]
 
-    def write(self, key: str, value: bytes) -> Status:
+    def write(self, key: str, value: bytes, *, pinned: bool = False) -> Status:
         self.objects.setdefault(key, value)
         return Status.OK
 

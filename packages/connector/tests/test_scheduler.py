@@ -31,6 +31,10 @@ class SetLookup:
         self.asked.append(list(keys))
         return [Status.OK if key in self.present else Status.MISS for key in keys]
 
+    def mark(self, key: str) -> Status:
+        self.present.add(key)
+        return Status.OK
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -391,6 +391,7 @@ def test_d23_the_queue_is_bounded_and_drops_are_counted() -> None:
 
 def test_saves_step_aside_while_the_store_is_down() -> None:
     with rig(outage_pause_s=5) as worker:
+        worker.store.calls.clear()
         worker.store.answers["exist"] = lambda keys: [Status.UNAVAILABLE] * len(keys)
         worker.save({1: 1})
         worker.drain()

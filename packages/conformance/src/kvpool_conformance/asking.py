@@ -101,8 +101,8 @@ class AskedStore:
     def _ask(self, name: str, *arguments: Any, **named: Any) -> Any:
         return self._asker.ask(f"store.{name}", getattr(self._store, name), *arguments, **named)
 
-    def _status(self, name: str, *arguments: Any) -> Status:
-        status = self._ask(name, *arguments)
+    def _status(self, name: str, *arguments: Any, **named: Any) -> Status:
+        status = self._ask(name, *arguments, **named)
         expect(f"store.{name}", status, Status, "a Status")
         assert isinstance(status, Status)
         return status
@@ -125,8 +125,8 @@ class AskedStore:
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return one_each("store.remove", self._ask("remove", keys, force=force), keys)
 
-    def write(self, key: str, value: bytes) -> Status:
-        return self._status("write", key, value)
+    def write(self, key: str, value: bytes, *, pinned: bool = False) -> Status:
+        return self._status("write", key, value, pinned=pinned)
 
     def read(self, key: str) -> tuple[Status, bytes]:
         answer = self._ask("read", key)

@@ -2,6 +2,7 @@
 
 With protocol `ascend` a client takes an NPU, which the scheduler's process has not; the first worker answers instead.
 A message is four bytes of length (big endian) and MessagePack: a list of keys one way, a list of statuses the other.
+Keys after the word `mark`, which is no key, are stored as markers instead of looked up.
 The socket lies in a directory that only its owner may enter.
 """
 
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +26,7 @@ import msgspec
 from kvpool_connector.answers import statuses_of
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Store
+from kvpool_connector.lookup import write_markers
 from kvpool_connector.outage import Outage
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 """About 300,000 keys; nothing longer is read from the wire."""
 MAX_KEYS = 1 << 20
 """Short strings take far more memory than bytes on the wire, so they are counted before they are read."""
+MARK = "mark"
 IDLE_LIMIT_S = 600.0
 """A connection that says nothing for so long is closed; the client opens another."""
 
@@ -92,7 +96,9 @@ def _serve(connection: socket.socket, store: Store) -> None:
             except (ValueError, msgspec.MsgspecError) as error:
                 logger.warning("event=lookup_refused error=%s", error)
                 return
-            _send(connection, msgspec.msgpack.encode([status.value for status in statuses_of(store.exist, keys)]))
+            marks = keys[:1] == [MARK]
+            statuses = statuses_of(partial(write_markers, store), keys[1:]) if marks else statuses_of(store.exist, keys)
+            _send(connection, msgspec.msgpack.encode([status.value for status in statuses]))
 
 
 class SocketLookup:
@@ -107,12 +113,17 @@ class SocketLookup:
 
     def exist(self, keys: Sequence[str]) -> list[Status]:
         """See `kvpool_connector.lookup.Lookup`."""
-        if not keys:
-            return []
+        return self._within_limit([], keys) if keys else []
+
+    def mark(self, key: str) -> Status:
+        """See `kvpool_connector.lookup.Lookup`."""
+        return self._within_limit([MARK], [key])[0]
+
+    def _within_limit(self, verb: Sequence[str], keys: Sequence[str]) -> list[Status]:
         if self._outage.active:
             return [Status.UNAVAILABLE] * len(keys)
         try:
-            statuses = self._ask(list(keys))
+            statuses = self._ask(verb, keys)
         except TimeoutError:
             statuses = [Status.TIMEOUT] * len(keys)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -124,13 +135,13 @@ class SocketLookup:
         self._outage.note(statuses)
         return statuses
 
-    def _ask(self, keys: list[str]) -> list[Status]:
+    def _ask(self, verb: Sequence[str], keys: Sequence[str]) -> list[Status]:
         deadline = time.monotonic() + self._timeout_s
         if self._connection is None:
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._connection.settimeout(self._timeout_s)
             self._connection.connect(str(self._path))
-        _send(self._connection, msgspec.msgpack.encode(keys), deadline)
+        _send(self._connection, msgspec.msgpack.encode([*verb, *keys]), deadline)
         answer = _receive(self._connection, deadline)
         values = _texts(answer or b"")
         if len(values) != len(keys):

@@ -26,6 +26,7 @@ class LoadJob:
     """Key tag of the request's adapter and salt (`kvpool_connector.contract.keys.tag_of`)."""
     between_steps: bool = False
     """True when the request waits outside the running batch; False when this step computes on the blocks."""
+    epoch: int = 0
     trace_headers: Headers = ()
 
 
@@ -38,6 +39,8 @@ class SaveJob:
     tag: str = ""
     final: bool = False
     """True when the request has ended and its blocks wait for this job: it must let go of them within this step."""
+    epoch: int = 0
+    """The one in which the request began to compute, or to load, what is saved."""
 
 
 @dataclass(frozen=True)

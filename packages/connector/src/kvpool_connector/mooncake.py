@@ -78,6 +78,7 @@ class MooncakeStore:
         self._module = module
         self._client: Any = None
         self._placement: Any = None
+        self._pinned: Any = None
 
     def connect(self) -> None:
         """Reach the master and give it this process's memory.
@@ -114,6 +115,8 @@ class MooncakeStore:
         self._client = client
         self._placement = module.ReplicateConfig()
         self._placement.prefer_alloc_in_same_node = settings.prefer_alloc_in_same_node
+        self._pinned = module.ReplicateConfig()
+        self._pinned.with_hard_pin = True
         if settings.preferred_segment and settings.global_segment_size:
             self._placement.preferred_segment = client.get_hostname()
 
@@ -227,10 +230,16 @@ class MooncakeStore:
         """See `kvpool_connector.contract.store.Store`."""
         return _per_key(self._open().batch_remove(list(keys), force), keys, lambda answer, _: _status(answer))
 
-    def write(self, key: str, value: bytes) -> Status:
+    def write(self, key: str, value: bytes, *, pinned: bool = False) -> Status:
         """See `kvpool_connector.contract.store.Store`."""
         source = ctypes.create_string_buffer(value, len(value))
-        return self._with_registered(source, lambda address: self.put([key], [[address]], [[len(value)]])[0])
+        client, placement = self._open(), self._pinned if pinned else self._placement
+
+        def put(address: int) -> Status:
+            answers = client.batch_put_from_multi_buffers([key], [[address]], [[len(value)]], placement)
+            return _per_key(answers, [key], lambda answer, _: _status(answer))[0]
+
+        return self._with_registered(source, put)
 
     def read(self, key: str) -> tuple[Status, bytes]:
         """See `kvpool_connector.contract.store.Store`."""

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool_connector.contract.device import Event
@@ -60,7 +60,7 @@ class Saver:
         self._event_timeout_s = event_timeout_s
         self._num_queued = 0
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvpool-saver", daemon=True)
         self._thread.start()
 
@@ -80,6 +80,10 @@ class Saver:
         ticket = self._fence.ticket(block_id for save in saves for block_id in save.block_ids)
         self._jobs.put(_Job(event, saves, ticket, num_blocks))
 
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call something of the store's in the thread, behind the jobs that are queued."""
+        self._jobs.put(call)
+
     def drain(self, timeout_s: float) -> bool:
         """True once all that was submitted has ended; False when that took longer than `timeout_s` seconds."""
         return self._fence.drain(timeout_s)
@@ -92,6 +96,12 @@ class Saver:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if not isinstance(job, _Job):
+                try:
+                    job()
+                except Exception:
+                    logger.exception("event=save_failed blocks=0")
+                continue
             try:
                 self._save(job)
             except Exception:

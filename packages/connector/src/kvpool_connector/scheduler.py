@@ -15,6 +15,7 @@ from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.shards import ShardMap
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
+from kvpool_connector.epoch import marker, newest_epoch
 from kvpool_connector.lookup import Lookup
 from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
 from kvpool_connector.tracing import Timer, Trace
@@ -49,6 +50,7 @@ class _Hit:
     num_tokens: int
     boundary: int
     expires: float
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,19 @@ class PoolScheduler:
         self._unconfirmed: dict[str, _Unconfirmed] = {}
         self._confirm_after_steps = confirm_after_steps
         self._num_steps = 0
+        self._epoch_expires = 0.0
         self.counters = Counters()
 
     def set_shards(self, shards: ShardMap) -> None:
         """What the ranks hold; before it is known every lookup is a miss and nothing is saved."""
+        if self._shards is not None and self._shards.epoch > shards.epoch:
+            shards.move(self._shards.epoch)
         self._shards = shards
+
+    @property
+    def epoch(self) -> int | None:
+        """Of what is looked up and saved now; None before the shards are known."""
+        return self._shards.epoch if self._shards else None
 
     @property
     def ready(self) -> bool:
@@ -118,6 +128,11 @@ class PoolScheduler:
         to compute.
         """
         tracker = self._trackers.get(view.request_id)
+        if self._shards and not self._loads:
+            self._follow_resets()
+        if tracker and self._shards:
+            # Asked for only by requests that begin from nothing.
+            tracker.epoch = self._shards.epoch
         if not (self._loads and self._shards and view.poolable) or (tracker and tracker.load_failed):
             return 0, False
         hit = self._hits.get(view.request_id)
@@ -126,10 +141,13 @@ class PoolScheduler:
             hit is None
             or (hit.num_computed_tokens, hit.num_tokens) != (num_computed_tokens, view.num_tokens)
             or hit.expires <= now
+            or hit.epoch != self._shards.epoch
         ):
             boundary = self._boundary(view, num_computed_tokens)
-            hit = _Hit(num_computed_tokens, view.num_tokens, boundary, now + HIT_MEMORY_S)
+            hit = _Hit(num_computed_tokens, view.num_tokens, boundary, now + HIT_MEMORY_S, self._shards.epoch)
             self._hits[view.request_id] = hit
+            if tracker:
+                tracker.epoch = hit.epoch
         num_tokens = hit.boundary - num_computed_tokens
         return num_tokens, self._between_steps and num_tokens > 0
 
@@ -141,16 +159,13 @@ class PoolScheduler:
         if limit <= local:
             self.counters.add("lookups_short")
             return local
-        keys: list[str] = []
-        spans: list[tuple[int, int, int]] = []
-        for group, rule in enumerate(self._rules):
-            start = local // rule.block_size
-            for index in range(start, limit // rule.block_size):
-                keys += self._shards.keys(group, self._hash(view, rule, index), view.tag)
-            spans.append((start, limit // rule.block_size, len(self._shards.shards(group))))
+        spans = [
+            (local // rule.block_size, limit // rule.block_size, len(self._shards.shards(group)))
+            for group, rule in enumerate(self._rules)
+        ]
         timer = self._trace and Timer(self._trace, "kvpool.lookup", view.request_id, view.trace_headers)
-        statuses = self._lookup.exist(keys)
-        self.counters.add("lookup_keys", len(keys))
+        statuses = self._ask(view, spans)
+        self.counters.add("lookup_keys", len(statuses))
         present: list[dict[int, bool]] = []
         at = 0
         for start, end, num_shards in spans:
@@ -168,8 +183,61 @@ class PoolScheduler:
         self.counters.add(f"lookups_{result}")
         if timer:
             found = max(0, boundary - local)
-            timer.end(result=result, keys=len(keys), tokens=limit - local, hit_tokens=found)
+            timer.end(result=result, keys=len(statuses), tokens=limit - local, hit_tokens=found)
         return max(boundary, local)
+
+    def _ask(self, view: RequestView, spans: Sequence[tuple[int, int, int]]) -> list[Status]:
+        """Statuses of all objects of the blocks `start .. end` of each group, in the newest epoch that has begun."""
+        assert self._shards is not None
+        while True:
+            keys: list[str] = []
+            for group, (rule, (start, end, _)) in enumerate(zip(self._rules, spans, strict=True)):
+                for index in range(start, end):
+                    keys += self._shards.keys(group, self._hash(view, rule, index), view.tag)
+            epoch = self._shards.epoch
+            this, following = (marker(self._shards.namespace, epoch + i) for i in (0, 1))
+            # In one call with the blocks: an answer about blocks is never older than that about the epoch.
+            begun, ended, *statuses = self._lookup.exist([this, following, *keys])
+            if begun is Status.MISS and epoch:
+                # Its owner is gone, or the reset could not tell the store. Those who start later must know.
+                self._lookup.mark(this)
+            if ended is Status.OK:
+                self._shards.move(newest_epoch(self._lookup.exist, self._shards.namespace, epoch + 1))
+                continue
+            return statuses if ended is Status.MISS else [ended] * len(keys)
+
+    def _follow_resets(self) -> None:
+        """Where nothing is looked up: ask at times whether others have reset the pool."""
+        assert self._shards is not None
+        now = self._clock.now()
+        if now >= self._epoch_expires:
+            self._epoch_expires = now + HIT_MEMORY_S
+            self._shards.move(newest_epoch(self._lookup.exist, self._shards.namespace, self._shards.epoch))
+
+    def reset(self) -> bool:
+        """Make all that this namespace has in the pool unreachable, for every engine, whatever its leases.
+
+        False when the store did not confirm it: then this engine reads nothing from before, while others may, until
+        the store can be told; this engine's lookups tell it.
+        """
+        if self._shards is None:
+            logger.error("event=reset_failed: the workers have not announced what they hold; call again later")
+            return False
+        namespace = self._shards.namespace
+        epoch = newest_epoch(self._lookup.exist, namespace, self._shards.epoch) + 1
+        key = marker(namespace, epoch)
+        # The store may say that it has stored what it has not.
+        confirmed = self._lookup.mark(key).stored and self._lookup.exist([key])[0].ok
+        self._shards.move(epoch)
+        self._hits.clear()
+        if not confirmed:
+            logger.error(
+                "event=reset_failed namespace=%s epoch=%d: the store did not confirm it. This engine reads nothing "
+                "from before, other engines may; call again when the store is up",
+                namespace,
+                epoch,
+            )
+        return confirmed
 
     def _reaches(self, boundary: int, local: int, present: Sequence[dict[int, bool]]) -> bool:
         return all(
@@ -201,13 +269,14 @@ class PoolScheduler:
             hashes = tuple(self._hash(view, rule, i) for i, _ in held)
             blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
         self._new_loads.append(
-            LoadJob(view.request_id, tuple(blocks), view.tag, self._between_steps, view.trace_headers)
+            LoadJob(view.request_id, tuple(blocks), view.tag, self._between_steps, hit.epoch, view.trace_headers)
         )
 
     def _tracker(self, view: RequestView) -> RequestTracker:
         tracker = self._trackers.get(view.request_id)
         if tracker is None:
-            tracker = RequestTracker(view, [[] for _ in self._rules], num_saved=[0] * len(self._rules))
+            epoch = self._shards.epoch if self._shards else 0
+            tracker = RequestTracker(view, [[] for _ in self._rules], num_saved=[0] * len(self._rules), epoch=epoch)
             self._trackers[view.request_id] = tracker
         tracker.view = view
         return tracker
@@ -256,6 +325,10 @@ class PoolScheduler:
         Blocks that lie on a load whose outcome is not known yet wait for it: what was computed on a block that did not
         load must never be stored.
         """
+        assert self._shards is not None
+        if tracker.epoch != self._shards.epoch:
+            # Under the new epoch it would be wrong, and under its own nobody reads it any more.
+            return []
         loads = self._unconfirmed.values()
         if any(not load.block_ids.isdisjoint(table) for load in loads for table in tracker.block_ids):
             return []
@@ -277,7 +350,7 @@ class PoolScheduler:
             if held:
                 hashes = tuple(self._hash(view, rule, i) for i, _ in held)
                 blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
-        return [SaveJob(view.request_id, tuple(blocks), view.tag, final)] if blocks else []
+        return [SaveJob(view.request_id, tuple(blocks), view.tag, final, tracker.epoch)] if blocks else []
 
     def finished(self, request_id: str, *, completed: bool) -> bool:
         """The request has ended; True when its blocks must be kept until a worker says that it is saved.

@@ -50,6 +50,8 @@ class RequestTracker:
     num_computed_tokens: int = 0
     num_saved: list[int] = field(default_factory=list)
     """By group: blocks of the front that have been handed to a save, loaded, or given up."""
+    epoch: int = 0
+    """The pool's when the request last began from nothing: what it computes belongs to that epoch."""
     load_failed: bool = False
     """A load of this request failed: no further load, so that a lying store cannot hold it for ever."""
 

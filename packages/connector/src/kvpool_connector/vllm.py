@@ -383,6 +383,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The same for several groups."""
         return self.request_finished(request, [])
 
+    def reset_cache(self) -> bool:
+        """See `kvpool_connector.scheduler.PoolScheduler.reset`."""
+        return self._schedulers().reset()
+
     # Both
 
     def get_kv_connector_stats(self) -> PoolStats | None:

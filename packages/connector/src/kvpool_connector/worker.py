@@ -10,9 +10,12 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvpool_connector.answers import statuses_of
 from kvpool_connector.audit import Audit
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.clock import Clock, MonotonicClock
@@ -24,6 +27,7 @@ from kvpool_connector.contract.shards import RankShards, Shard
 from kvpool_connector.contract.store import SessionStore, Store
 from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.counters import Counters
+from kvpool_connector.epoch import newest_epoch
 from kvpool_connector.fence import Fence
 from kvpool_connector.integrity import SAMPLE_EVERY, Integrity
 from kvpool_connector.layer_cost import Work, pays
@@ -45,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 EVENT_TIMEOUT_S = 10.0
 """How long a save waits for the device to have written its blocks."""
-EPOCH = 0
 
 
 class PoolWorker:
@@ -77,6 +80,8 @@ class PoolWorker:
         self._fence = Fence(settings.fence_timeout_s)
         self._outage = Outage(self._clock, settings.outage_pause_s)
         self._shards: tuple[Shard | None, ...] = ()
+        self._descriptors: tuple[Descriptor | None, ...] = ()
+        self._epoch = 0
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._step_loads: list[Load] = []
@@ -113,12 +118,12 @@ class PoolWorker:
         descriptors = tuple(
             Descriptor.of(layout, self._model, heads, context, checksum) if layout else None for layout in layouts
         )
-        announced = RankShards(self._rank, self._settings.namespace, EPOCH, self._writer, descriptors)
+        namespace = self._settings.namespace
+        self._epoch = newest_epoch(lambda keys: statuses_of(self._store.exist, keys), namespace)
+        announced = RankShards(self._rank, namespace, self._epoch, self._writer, descriptors)
         self._shards = tuple(announced.shard(index) for index in range(len(groups)))
-        for shard, descriptor in zip(self._shards, descriptors, strict=True):
-            if shard and descriptor and self._writer.index == 0:
-                # For people and tools; a pool that is full or down does without.
-                self._store.write(shard.descriptor_key(), descriptor.to_json().encode())
+        self._descriptors = descriptors
+        self._describe(self._epoch)
         settings = self._settings
         self._saver = Saver(
             transfers, self._fence, self._outage, self.counters, settings.max_queued_blocks, EVENT_TIMEOUT_S
@@ -127,6 +132,17 @@ class PoolWorker:
         if settings.use_layerwise:
             self._go_by_layers(layouts, kv_caches)
         return announced
+
+    def _describe(self, epoch: int) -> None:
+        """Keep the descriptors in the pool, for people and tools; a pool that is full or down does without."""
+        for index, (shard, descriptor) in enumerate(zip(self._shards, self._descriptors, strict=True)):
+            if shard and descriptor and self._writer.index == 0:
+                self._store.write(self._shard(index, epoch).descriptor_key(), descriptor.to_json().encode())
+
+    def _shard(self, group: int, epoch: int) -> Shard:
+        shard = self._shards[group]
+        assert shard is not None, f"group {group} has no layers on this rank"
+        return replace(shard, epoch=epoch)
 
     def _go_by_layers(self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]) -> None:
         settings, store = self._settings, self._store
@@ -216,6 +232,11 @@ class PoolWorker:
             self._layer_saver.close(self._layer_save, None)
         self._layer_save = None
         self._end_layer_load()
+        newest = max((job.epoch for job in step.saves), default=0)
+        if newest > self._epoch:
+            self._epoch = newest
+            assert self._saver is not None, "register() comes first"
+            self._saver.soon(partial(self._describe, newest))
         final = [job for job in step.saves if job.final]
         if final:
             # Computed by earlier steps, so the event of now is late enough.
@@ -371,21 +392,21 @@ class PoolWorker:
         return self._loader
 
     def _group_loads(self, job: LoadJob) -> list[GroupLoad]:
-        return [
-            GroupLoad(
-                group.group, [shard.key(block_hash, job.tag) for block_hash in group.block_hashes], group.block_ids
-            )
-            for group in job.blocks
-            if (shard := self._shards[group.group])
-        ]
+        loads = []
+        for group in job.blocks:
+            if self._shards[group.group]:
+                shard = self._shard(group.group, job.epoch)
+                keys = [shard.key(block_hash, job.tag) for block_hash in group.block_hashes]
+                loads.append(GroupLoad(group.group, keys, group.block_ids))
+        return loads
 
     def _group_saves(self, job: SaveJob) -> list[GroupSave]:
         """This rank's part of a job: of content that several ranks hold, each writes its share."""
         saves = []
         for group in job.blocks:
-            shard = self._shards[group.group]
             mine = [i for i, block_hash in enumerate(group.block_hashes) if self._writer.writes(block_hash)]
-            if shard and mine:
+            if self._shards[group.group] and mine:
+                shard = self._shard(group.group, job.epoch)
                 keys = [shard.key(group.block_hashes[i], job.tag) for i in mine]
                 saves.append(GroupSave(group.group, keys, [group.block_ids[i] for i in mine]))
         return saves

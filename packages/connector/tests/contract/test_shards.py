@@ -76,13 +76,28 @@ def test_ranks_too_many_or_too_few_are_refused() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (announced(0, epoch=5, rank=Rank(tp=1)), "epoch 4 but .* uses 5; give every worker the same"),
+        (
+            replace(announced(0, rank=Rank(tp=1)), namespace="other"),
+            "namespace 'ns' but .* uses 'other'; give every worker the same",
+        ),
         (announced(0, 1, rank=Rank(tp=1)), "has 1 KV cache groups but .* has 2; every worker must see the same"),
     ],
 )
 def test_ranks_that_disagree_are_named(other: RankShards, words: str) -> None:
     with pytest.raises(TopologyError, match=rf"Rank\(pp=0, pcp=0, tp=0\).*{words}"):
         ShardMap(Topology(1, 2), [announced(0), other])
+
+
+def test_a_reset_between_the_starts_of_two_workers_is_no_disagreement() -> None:
+    shards = ShardMap(Topology(1, 2), two_ranks(epochs=(4, 5)))
+    assert shards.epoch == 5
+    assert {parse_key(key).epoch for key in shards.keys(0, b"h")} == {5}
+    shards.move(7)
+    assert {parse_key(key).epoch for key in shards.keys(0, b"h")} == {7}
+
+
+def two_ranks(epochs: tuple[int, int]) -> list[RankShards]:
+    return [announced(0, rank=Rank(tp=tp), epoch=epoch, writer=Writer(tp, 2)) for tp, epoch in enumerate(epochs)]
 
 
 def test_a_group_that_nobody_holds_is_refused() -> None:

@@ -73,6 +73,9 @@ def take_inventory(keys: Iterable[str]) -> Inventory:
         except KeyFormatError:
             foreign.append(text)
             continue
+        if not key.fingerprint:
+            # The marker of a reset: without it an engine that starts would reach what was reset.
+            continue
         shard = Shard(key.namespace, key.epoch, key.fingerprint)
         objects = shards.setdefault(shard, ShardObjects(shard, trouble="no descriptor object in the pool"))
         if key.block_hash:

@@ -2,9 +2,11 @@
 
     object     = "kvpool1/" namespace "/" epoch "/" fingerprint "/" block_hash [ "+" tag ]
     descriptor = "kvpool1/" namespace "/" epoch "/" fingerprint "/descriptor"
+    marker     = "kvpool1/" namespace "/" epoch "/reset"
 
 `namespace` is a user's name with every byte outside `A-Z a-z 0-9 _ . - ~` percent-encoded; `epoch` a decimal number
-of at most 18 digits that a reset raises; `fingerprint` 32 hexadecimal digits (`kvpool_connector.contract.descriptor`);
+of at most 18 digits that a reset raises (a marker says that its epoch has begun); `fingerprint` 32 hexadecimal digits
+(`kvpool_connector.contract.descriptor`);
 `block_hash` the engine's hash of the block and all before it, in hexadecimal; `tag` 16 hexadecimal digits that keep
 adapters and salts apart, absent when there are none.
 """
@@ -21,24 +23,27 @@ from kvpool_connector.contract.errors import KeyFormatError
 
 PREFIX = "kvpool1"
 _KEY = re.compile(
-    rf"{PREFIX}/(?P<namespace>[A-Za-z0-9_.~%-]+)/(?P<epoch>0|[1-9][0-9]{{0,17}})/(?P<fingerprint>[0-9a-f]{{32}})"
-    r"/(?:(?P<descriptor>descriptor)|(?P<block_hash>(?:[0-9a-f]{2})+)(?:\+(?P<tag>[0-9a-f]{16}))?)",
+    rf"{PREFIX}/(?P<namespace>[A-Za-z0-9_.~%-]+)/(?P<epoch>0|[1-9][0-9]{{0,17}})/(?:reset|(?P<fingerprint>[0-9a-f]{{32}})"
+    r"/(?:(?P<descriptor>descriptor)|(?P<block_hash>(?:[0-9a-f]{2})+)(?:\+(?P<tag>[0-9a-f]{16}))?))",
     re.ASCII,
 )
 
 
 @dataclass(frozen=True)
 class Key:
-    """A parsed key. `block_hash` is empty for a descriptor's key."""
+    """A parsed key. `block_hash` is empty for a descriptor's key, `fingerprint` too for the marker of an epoch."""
 
     namespace: str
     epoch: int
-    fingerprint: str
+    fingerprint: str = ""
     block_hash: bytes = b""
     tag: str = ""
 
     def __str__(self) -> str:
-        scope = f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}/{self.fingerprint}"
+        scope = f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}"
+        if not self.fingerprint:
+            return f"{scope}/reset"
+        scope += f"/{self.fingerprint}"
         if not self.block_hash:
             return f"{scope}/descriptor"
         return f"{scope}/{self.block_hash.hex()}" + (f"+{self.tag}" if self.tag else "")
@@ -59,7 +64,7 @@ def parse_key(text: str) -> Key:
     key = Key(
         namespace,
         int(match["epoch"]),
-        match["fingerprint"],
+        match["fingerprint"] or "",
         bytes.fromhex(match["block_hash"] or ""),
         match["tag"] or "",
     )

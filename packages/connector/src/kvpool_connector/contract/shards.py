@@ -36,6 +36,7 @@ class RankShards:
     rank: Rank
     namespace: str
     epoch: int
+    """The newest that this worker found at start; a reset may come between one worker's start and another's."""
     writer: Writer
     descriptors: tuple[Descriptor | None, ...]
     """By group."""
@@ -81,6 +82,8 @@ class ShardMap:
                 "Every worker of the engine must run this connector with the same configuration"
             )
         self._check_agreement(by_rank)
+        self.namespace = next(iter(by_rank.values())).namespace
+        self.epoch = max(shards.epoch for shards in by_rank.values())
         self._shards: list[list[Shard]] = []
         num_groups = len(next(iter(by_rank.values())).descriptors)
         for group in range(num_groups):
@@ -88,9 +91,14 @@ class ShardMap:
             for shards in by_rank.values():
                 shard = shards.shard(group)
                 if shard is not None:
-                    holders[shard].append(shards)
+                    holders[replace(shard, epoch=self.epoch)].append(shards)
             self._check_writers(group, holders)
             self._shards.append(list(holders))
+
+    def move(self, epoch: int) -> None:
+        """From now on the shards of another epoch."""
+        self.epoch = epoch
+        self._shards = [[replace(shard, epoch=epoch) for shard in shards] for shards in self._shards]
 
     @property
     def num_groups(self) -> int:
@@ -109,12 +117,11 @@ class ShardMap:
     def _check_agreement(by_rank: dict[Rank, RankShards]) -> None:
         first = next(iter(by_rank.values()))
         for other in by_rank.values():
-            for name in ("namespace", "epoch"):
-                if getattr(other, name) != getattr(first, name):
-                    raise TopologyError(
-                        f"{first.rank} uses {name} {getattr(first, name)!r} but {other.rank} uses "
-                        f"{getattr(other, name)!r}; give every worker the same configuration"
-                    )
+            if other.namespace != first.namespace:
+                raise TopologyError(
+                    f"{first.rank} uses namespace {first.namespace!r} but {other.rank} uses {other.namespace!r}; "
+                    "give every worker the same configuration"
+                )
             if len(other.descriptors) != len(first.descriptors):
                 raise TopologyError(
                     f"{first.rank} has {len(first.descriptors)} KV cache groups but {other.rank} has "

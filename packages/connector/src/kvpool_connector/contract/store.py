@@ -46,8 +46,8 @@ class Store(Protocol):
         """Remove objects; `force` ignores leases of readers."""
         ...
 
-    def write(self, key: str, value: bytes) -> Status:
-        """Store a small value (descriptors); never replaces one."""
+    def write(self, key: str, value: bytes, *, pinned: bool = False) -> Status:
+        """Store a small value; never replaces one. What is `pinned` is not evicted, only removed by a caller."""
         ...
 
     def read(self, key: str) -> tuple[Status, bytes]:

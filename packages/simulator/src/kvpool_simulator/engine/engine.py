@@ -102,6 +102,7 @@ class Engine:
         self._stream = tasks.stream()
         self._slow = slow or (lambda rank: 0.0)
         self._inbox: deque[Callable[[], object]] = deque()
+        self._resets = 0
         self._closing = False
         self._sending: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
@@ -120,6 +121,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """A user has gone."""
         self._inbox.append(lambda: self.scheduler.abort(request_id))
+
+    def reset(self) -> None:
+        """New weights, as soon as no step is in flight and no load; see `Scheduler.reset_prefix_cache`."""
+        self._resets += 1
 
     def start(self) -> None:
         """Begin to run, in a task of its own."""
@@ -141,7 +146,9 @@ class Engine:
         in_flight: deque[tuple[Step, ConnectorOutput, Event]] = deque()
         while True:
             self._read_inbox()
-            if self.scheduler.has_requests:
+            if self._resets and not in_flight and self.scheduler.reset_prefix_cache():
+                self._resets -= 1
+            if self.scheduler.has_requests and not (self._resets and in_flight):
                 self._tasks.sleep(self.timing.host_s)
                 step = self.scheduler.schedule()
                 in_flight.append((step, *self._execute(step)))

@@ -99,7 +99,7 @@ def faulty_store(tasks: Tasks, faults: Faults, latency_s: Callable[[], float], l
             self, keys: list[str], sizes: Sequence[int], config: ReplicateConfig | None = None
         ) -> Any:
             start = super().batch_put_session_start
-            return self._through("put_start", keys, lambda: start(keys, sizes, config))
+            return self._through("put_start", keys, lambda: start(keys, sizes, config or ReplicateConfig()))
 
         def batch_put_from_multi_buffer_ranges(self, keys: list[str], addresses: Any, sizes: Any, offsets: Any) -> Any:
             put = super().batch_put_from_multi_buffer_ranges

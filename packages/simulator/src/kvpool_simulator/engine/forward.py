@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvpool_simulator.device.arena import Bytes
 from kvpool_simulator.engine.groups import Group
-from kvpool_simulator.engine.oracle import Component, Keys, RankMemory, Rows
+from kvpool_simulator.engine.oracle import Component, RankMemory, Rows, weighed
 from kvpool_simulator.engine.scheduler import Part, Step
 
 GARBAGE = 0x3C
@@ -119,14 +119,14 @@ class Forward:
 
     @staticmethod
     def _new(part: Part, number: int, group: Group, rank: RankMemory) -> Rows:
-        keys = np.array(part.keys, np.uint64)
+        keys = weighed(np.array(part.keys, np.uint64), part.weights)
         return rank.rows(keys, part.tables[number], group.tokens, part.start)
 
     @staticmethod
     def _seen(part: Part, number: int, group: Group, rank: RankMemory) -> Rows:
         first = group.num_skipped(part.start)
         part.request.key_at(max(0, part.start - 1))
-        keys: Keys = np.array(part.request.truth.keys[first : part.start], np.uint64)
+        keys = weighed(np.array(part.request.truth.keys[first : part.start], np.uint64), part.weights)
         return rank.rows(keys, part.tables[number], group.tokens, first)
 
 

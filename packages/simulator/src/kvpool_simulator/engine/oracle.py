@@ -32,6 +32,11 @@ def _words(count: int, *parts: object) -> Keys:
     return np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
 
 
+def weighed(keys: Keys, weights: int) -> Keys:
+    """What prefixes stand for under weights of another number."""
+    return keys ^ np.full_like(keys, weights) * _FACTOR
+
+
 class Component:
     """One component of one layer on one rank, seen as `(blocks, kernel blocks, tokens, heads, bytes)`."""
 

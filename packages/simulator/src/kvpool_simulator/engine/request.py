@@ -63,6 +63,7 @@ class Request:
         """Raised when what is in flight for the request is void."""
         self.block_hashes: list[bytes] = []
         self.lora_request = SimpleNamespace(lora_name=wish.extras.lora) if wish.extras.lora else None
+        self.trace_headers: dict[str, str] | None = None
         self.cache_salt = wish.extras.salt or None
         self.prompt_embeds = object() if wish.embeds else None
         self.pooling_params = object() if wish.pooling else None

@@ -58,6 +58,7 @@ class Part:
     num_drafts: int
     num_accepted: int
     samples: bool
+    weights: int = 0
 
 
 @dataclass
@@ -95,6 +96,8 @@ class Scheduler:
         self.ended: list[Request] = []
         """Requests that have ended, in order."""
         self.violations: list[str] = []
+        self.weights = 0
+        """Number of the model's weights: other weights give other KV."""
         self._hash_block_size = hash_block_size
         self._accepts = accepts
         self._loaded: set[str] = set()
@@ -125,6 +128,23 @@ class Scheduler:
         self._loaded.discard(request_id)
         self._load_failed.discard(request_id)
         self._end(request, RequestStatus.FINISHED_ABORTED, keep_blocks=loading)
+
+    def reset_prefix_cache(self) -> bool:
+        """New weights: everybody begins anew, and what caches hold is worth nothing any more.
+
+        As vLLM's with `reset_running_requests` and `reset_connector`. False, with the old weights, while loads or the
+        ends of requests hold blocks.
+        """
+        if any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in self.requests.values()):
+            return False
+        while self.running:
+            self._preempt(self.running.pop())
+        if self.pool.num_free != self.limits.num_blocks - 1:
+            return False
+        self.pool.forget_all()
+        self.weights += 1
+        self.connector.reset_cache()
+        return True
 
     @property
     def has_requests(self) -> bool:
@@ -333,6 +353,7 @@ class Scheduler:
                 num_drafts,
                 accepted,
                 samples,
+                self.weights,
             )
         )
 

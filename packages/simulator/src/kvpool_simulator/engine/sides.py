@@ -107,6 +107,10 @@ class SchedulerSide(Protocol):
         """The request has ended; True to keep its blocks until the workers say that it is sent."""
         ...
 
+    def reset_cache(self) -> bool:
+        """Forget all that was stored; False when that is not certain."""
+        ...
+
     def num_remembered(self) -> int:
         """Requests of which the connector remembers anything, and anything that waits; 0 when all is done."""
         ...
