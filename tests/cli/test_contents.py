@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpool_connector.contract.status import Status
+from kvpool_connector.epoch import marker
 from tests.cli.pool import Pool, fill
 
 TOKENS = list(range(12))
@@ -104,6 +106,15 @@ def test_clear_removes_one_namespace_and_no_other(pool: Pool, namespace: str) ->
     assert len(left["objects"]) == 6
     assert pool.ask("verify", "--namespace", neighbour.namespace)["checked"] == 8
     assert pool.ask("ls", "--namespace", namespace)["num_objects"] == 0
+
+
+def test_clear_leaves_the_markers_of_resets(pool: Pool, namespace: str) -> None:
+    fill(pool, namespace, TOKENS)
+    key = marker(namespace, 1)
+    assert pool.store.write(key, b"1", pinned=True).ok
+    assert pool.ask("ls", "--namespace", namespace)["num_objects"] == 6
+    assert pool.ask("clear", "--namespace", namespace, "--yes", "--force")["removed"] == 8
+    assert pool.store.exist([key]) == [Status.OK]
 
 
 def test_clear_leaves_what_is_being_read(pool: Pool, namespace: str) -> None:

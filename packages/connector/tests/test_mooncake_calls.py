@@ -160,6 +160,8 @@ def test_placement_is_as_configured(client: Client, same_node: bool) -> None:
     assert store.write("k", b"v").ok
     (placement,) = client.placements
     assert vars(placement) == {"prefer_alloc_in_same_node": same_node}
+    assert store.write("kept", b"v", pinned=True).ok
+    assert vars(client.placements[1]) == {"with_hard_pin": True}
 
 
 def test_pieces_make_up_objects_over_several_calls(store: MooncakeStore, client: Client) -> None:
