@@ -128,3 +128,9 @@ def no_whole_puts() -> None:
 def no_whole_gets() -> None:
     """The store gives no whole objects: what is loaded came through sessions."""
     mooncake.MooncakeStore.get = lambda self, keys, *_: [Status.UNAVAILABLE] * len(keys)  # type: ignore[method-assign]
+
+
+def no_sessions() -> None:
+    """The store opens no sessions: what is saved and loaded went as whole objects."""
+    for name in ("begin_put", "begin_get"):
+        setattr(mooncake.MooncakeStore, name, lambda self, keys, *_: [Status.UNAVAILABLE] * len(keys))

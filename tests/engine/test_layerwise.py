@@ -65,3 +65,16 @@ def test_chunked_prefill_with_layers_grouped(spec: Spec, baseline: Baseline, gro
     with engine(spec("gqa", f"layer-chunks-{grouped}", settings, arguments=chunks)) as one:
         assert_fills_and_answers_from(one, baseline("gqa"), num_objects("gqa", BLOCK_SIZE["gqa"]))
         no_faults(one)
+
+
+def test_two_tensor_parallel_ranks_layer_by_layer(spec: Spec, baseline: Baseline) -> None:
+    with engine(spec("gqa", "layers-tp2", LAYERS, tensor_parallel_size=2)) as both:
+        # Each rank reads its own heads.
+        assert_fills_and_answers_from(both, baseline("gqa"), 2 * num_objects("gqa", BLOCK_SIZE["gqa"]))
+        no_faults(both)
+
+
+def test_auto_moves_the_blocks_of_a_tiny_model_whole(filled: Filled, spec: Spec, baseline: Baseline) -> None:
+    filled("gqa")
+    with engine(spec("gqa", extra={"use_layerwise": "auto"}, patches=("tests.engine.faults:no_sessions",))) as one:
+        assert_answered_from_pool(one, baseline("gqa"), num_objects("gqa", BLOCK_SIZE["gqa"]))

@@ -115,6 +115,18 @@ class CacheRoundTrip:
             save_all(source, contents)
             load_all(target, moved(contents, (5, 4)))
 
+    @pytest.mark.parametrize("layout", NAMED_CASES)
+    def test_layers_and_whole_blocks_serve_each_other(self, backend: CacheBackend, layout: str) -> None:
+        """Each named layout: a pool filled layer by layer serves whole blocks, and the other way round."""
+        whole, layers = (
+            offered(backend, Deployment(NAMED_CASES[layout], transfer=transfer)) for transfer in ("packed", "layerwise")
+        )
+        with node_of(backend, whole) as one, node_of(backend, layers) as other:
+            for source, target in ((one, other), (other, one)):
+                contents = {1: fresh(), 2: fresh()}
+                save_all(source, contents)
+                load_all(target, moved(contents, (5, 4)))
+
     def test_bundled_and_split_indexers_share(self, backend: CacheBackend) -> None:
         """Both registrations of a sparse cache hold the same content."""
         bundled = offered(backend, Deployment(NAMED_CASES["sparse-bundled"]))
