@@ -199,6 +199,12 @@ def engine(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Speed as ratios: writes docs/performance.md and .json; `-- --short` only checks that no ratio has fallen."""
+    DEV.run(session, "python", "-m", "bench", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def mutation(session: nox.Session) -> None:
     """Plant mistakes by the hundred; the unit tests find at least nine in ten, and the others have a reason."""
     copy = Path(".nox") / "mutation"

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.layerwise import Bench
-
 from kvpool_connector.config import PoolSettings
 from tests.targets.real_mooncake import make_store, real_master
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from kvpool_connector.contract.layout import Component, Layer, ShardLayout
@@ -33,3 +35,19 @@ def test_a_block_that_is_not_registered_has_no_address(asked: list[int]) -> None
     with pytest.raises(IndexError, match=rf"block ids {min(asked)}\.\.{max(asked)} asked for; registered are 0\.\.7"):
         planner.addresses(asked)
     assert [list(found) for found in planner.addresses([7])] == [pieces(7)]
+
+
+def test_what_is_kept_is_bounded_and_right_beyond_the_bound() -> None:
+    planner = Planner(LAYOUT, max_kept_addresses=3 * 4)
+    for asked in ([0, 1, 2], [3, 0], [4, 5, 6, 7], [2, 3, 4, 5, 6], [5, 1]):
+        assert [list(found) for found in planner.addresses(asked)] == [pieces(block_id) for block_id in asked]
+        assert planner.num_kept_addresses <= 12
+    assert planner.num_kept_addresses > 0
+
+
+def test_addresses_seen_before_are_the_same_objects_and_none_of_the_garbage_collectors() -> None:
+    planner = Planner(LAYOUT)
+    first = planner.addresses([1, 2])
+    gc.collect()
+    assert all(again is found for again, found in zip(planner.addresses([1, 2]), first, strict=True))
+    assert not any(gc.is_tracked(found) for found in first)

@@ -40,7 +40,7 @@ def test_components_keep_their_own_element_size_and_base() -> None:
     assert bytes_of(layout, 3) == [(t[3].data_ptr(), t[3].numel() * t.element_size()) for t in entry]
     assert layout.object_bytes == 1568
     planner = Planner(layout)
-    assert planner.addresses([3, 0]) == [[t[b].data_ptr() for t in entry] for b in (3, 0)]
+    assert planner.addresses([3, 0]) == [tuple(t[b].data_ptr() for t in entry) for b in (3, 0)]
     assert planner.sizes == [1024, 256, 256, 32]
 
 

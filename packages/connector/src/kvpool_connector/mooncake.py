@@ -165,7 +165,7 @@ class MooncakeStore:
         """See `kvpool_connector.contract.store.Store`. Mooncake answers 0 for a key that exists: `OK` covers both."""
         client, keys = self._open(), list(keys)
         statuses: list[Status] = []
-        for part in self._batches(keys, sizes):
+        for part in self._batches(keys, sizes, _totals(sizes)):
             answers = client.batch_put_from_multi_buffers(keys[part], addresses[part], sizes[part], self._placement)
             statuses += _per_key(answers, keys[part], lambda answer, _: _status(answer))
         return statuses
@@ -174,10 +174,10 @@ class MooncakeStore:
         """See `kvpool_connector.contract.store.Store`. The size that Mooncake returns is believed, not the sign."""
         client, keys = self._open(), list(keys)
         statuses: list[Status] = []
-        for part in self._batches(keys, sizes):
+        totals = _totals(sizes)
+        for part in self._batches(keys, sizes, totals):
             answers = client.batch_get_into_multi_buffers(keys[part], addresses[part], sizes[part])
-            expected = [sum(pieces) for pieces in sizes[part]]
-            statuses += _per_key(answers, keys[part], partial(_read_at, expected))
+            statuses += _per_key(answers, keys[part], partial(_read_at, totals[part]))
         return statuses
 
     def begin_put(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Status]:
@@ -220,10 +220,10 @@ class MooncakeStore:
         """Move parts of objects; the number of bytes that Mooncake returns is believed."""
         keys = list(keys)
         statuses: list[Status] = []
-        for part in self._batches(keys, sizes):
+        totals = _totals(sizes)
+        for part in self._batches(keys, sizes, totals):
             answers = call(keys[part], addresses[part], sizes[part], offsets[part])
-            expected = [sum(pieces) for pieces in sizes[part]]
-            statuses += _per_key(answers, keys[part], partial(_moved, expected))
+            statuses += _per_key(answers, keys[part], partial(_moved, totals[part]))
         return statuses
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
@@ -273,15 +273,14 @@ class MooncakeStore:
         finally:
             self.unregister(address)
 
-    def _batches(self, keys: Sequence[str], sizes: Pieces) -> Iterator[slice]:
+    def _batches(self, keys: Sequence[str], sizes: Pieces, totals: Sequence[int]) -> Iterator[slice]:
         """Cut a call so that each part stays below the transport's limits and names no key twice.
 
         Mooncake reports success for every occurrence of a key in one read but fills only the last.
         """
         start = buffers = num_bytes = 0
         seen: set[str] = set()
-        for i, (key, pieces) in enumerate(zip(keys, sizes, strict=True)):
-            total = sum(pieces)
+        for i, (key, pieces, total) in enumerate(zip(keys, sizes, totals, strict=True)):
             full = (
                 buffers + len(pieces) > self._pool.max_buffers_per_call
                 or num_bytes + total > self._pool.max_bytes_per_call
@@ -295,6 +294,18 @@ class MooncakeStore:
             seen.add(key)
         if len(keys) > start:
             yield slice(start, len(keys))
+
+
+def _totals(sizes: Pieces) -> list[int]:
+    """Bytes of each object. Blocks of one layout share one list of sizes, which is added up once."""
+    totals: list[int] = []
+    last: Sequence[int] | None = None
+    total = 0
+    for pieces in sizes:
+        if pieces is not last:
+            last, total = pieces, sum(pieces)
+        totals.append(total)
+    return totals
 
 
 def _status(code: object) -> Status:

@@ -40,13 +40,20 @@ class Key:
     tag: str = ""
 
     def __str__(self) -> str:
-        scope = f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}"
         if not self.fingerprint:
-            return f"{scope}/reset"
-        scope += f"/{self.fingerprint}"
-        if not self.block_hash:
-            return f"{scope}/descriptor"
-        return f"{scope}/{self.block_hash.hex()}" + (f"+{self.tag}" if self.tag else "")
+            return f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}/reset"
+        scope = scope_of(self.namespace, self.epoch, self.fingerprint)
+        return object_key(scope, self.block_hash, self.tag) if self.block_hash else f"{scope}/descriptor"
+
+
+def scope_of(namespace: str, epoch: int, fingerprint: str) -> str:
+    """What all keys of one shard begin with."""
+    return f"{PREFIX}/{quote(namespace, safe='')}/{epoch}/{fingerprint}"
+
+
+def object_key(scope: str, block_hash: bytes, tag: str = "") -> str:
+    """The key of one block's object under a scope. Requests have a thousand and more of them: nothing slow in here."""
+    return f"{scope}/{block_hash.hex()}+{tag}" if tag else f"{scope}/{block_hash.hex()}"
 
 
 def parse_key(text: str) -> Key:

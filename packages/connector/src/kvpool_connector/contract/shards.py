@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvpool_connector.contract.descriptor import Descriptor
 from kvpool_connector.contract.errors import TopologyError
-from kvpool_connector.contract.keys import Key
+from kvpool_connector.contract.keys import Key, object_key, scope_of
 from kvpool_connector.contract.topology import Rank, Topology, Writer
 
 
@@ -20,9 +21,13 @@ class Shard:
     epoch: int
     fingerprint: str
 
+    @cached_property
+    def _scope(self) -> str:
+        return scope_of(self.namespace, self.epoch, self.fingerprint)
+
     def key(self, block_hash: bytes, tag: str = "") -> str:
         """Key of the object that holds this shard of the block."""
-        return str(Key(self.namespace, self.epoch, self.fingerprint, block_hash, tag))
+        return object_key(self._scope, block_hash, tag)
 
     def descriptor_key(self) -> str:
         """Key under which the pool keeps the descriptor that the fingerprint stands for."""
