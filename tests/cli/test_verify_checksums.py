@@ -32,7 +32,7 @@ def test_a_flipped_bit_in_any_component_is_found_and_named(pool: Pool, namespace
         node.fill(blocks)
         assert node.save(blocks) == len(blocks)
     node.close()
-    assert pool.ask("verify", "--namespace", namespace)["checked"] == len(contents) + 1
+    assert pool.ask("verify", "--namespace", namespace)["checked"] == (len(contents) + 1) * len(ranks.descriptors)
     dice, flipped = random.Random(layout), {}
     for k, name in enumerate(names):
         key = shard.key(block_hash(name))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvpool_connector.contract import descriptor
-from tests.conformance.vectors import DEPLOYMENTS, PATH, expected_object, stored_object, vector
+from tests.conformance.vectors import DEPLOYMENTS, PATH, expected_object, groups, stored_objects, vector, vector_name
 from tests.targets.simulator import SimulatorTarget, simulator
 
 GOLDEN = json.loads(PATH.read_text(encoding="utf-8"))
@@ -22,21 +22,22 @@ def target() -> Iterator[SimulatorTarget]:
 
 def test_the_vectors_are_of_this_format() -> None:
     assert GOLDEN["format_version"] == descriptor.FORMAT_VERSION
-    assert set(GOLDEN["vectors"]) == set(DEPLOYMENTS)
+    names = {vector_name(name, group) for name, (deployment, _) in DEPLOYMENTS.items() for group in groups(deployment)}
+    assert set(GOLDEN["vectors"]) == names
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_stored_objects_are_the_golden_ones(target: SimulatorTarget, name: str) -> None:
     deployment, rank = DEPLOYMENTS[name]
-    key, value = stored_object(target, deployment, rank)
-    assert vector(key, value) == GOLDEN["vectors"][name]
-    same = value == expected_object(deployment, rank)
-    assert same
+    for group, (key, value) in enumerate(stored_objects(target, deployment, rank)):
+        assert vector(key, value) == GOLDEN["vectors"][vector_name(name, group)]
+        same = value == expected_object(deployment, rank, group)
+        assert same
 
 
 def test_another_format_is_noticed(target: SimulatorTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     right = descriptor.Descriptor.to_json
     monkeypatch.setattr(descriptor.Descriptor, "to_json", lambda self: right(self) + " ")
     deployment, rank = DEPLOYMENTS["gqa"]
-    key, value = stored_object(target, deployment, rank)
+    ((key, value),) = stored_objects(target, deployment, rank)
     assert vector(key, value) != GOLDEN["vectors"]["gqa"]

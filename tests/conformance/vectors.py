@@ -33,36 +33,51 @@ DEPLOYMENTS: dict[str, tuple[Deployment, int]] = {
 }
 
 
-def expected_pages(deployment: Deployment, rank: int) -> list[bytes]:
-    """The oracle: entries as registered, tensors in order."""
+def groups(deployment: Deployment) -> list[int]:
+    """The deployment's KV cache groups."""
+    return sorted({entry.group for entry in cache_spec(deployment.case, deployment.tp_size, 0).entries})
+
+
+def expected_pages(deployment: Deployment, rank: int, group: int = 0) -> list[bytes]:
+    """The oracle: entries as registered, tensors in order, a second look at the same bytes left out."""
     spec = cache_spec(deployment.case, deployment.tp_size, rank)
     caches = allocate(spec, 1)
+    copies = deployment.case.indexer_copies
+    part = f"0 of {copies}" if copies > 1 else ""
     return [
-        page_content(place, content_name(entry.layer_name), CONTENT).tobytes()
+        page_content(place, content_name(entry.layer_name), CONTENT, part).tobytes()
         for entry in spec.entries
-        if entry.same_as is None
+        if entry.same_as is None and entry.group == group
         for place in caches.places[entry.layer_name]
+        if not place.alias
     ]
 
 
-def expected_object(deployment: Deployment, rank: int) -> bytes:
+def expected_object(deployment: Deployment, rank: int, group: int = 0) -> bytes:
     """The pages, one after the other, then a checksum of each where there are any."""
-    pages = expected_pages(deployment, rank)
+    pages = expected_pages(deployment, rank, group)
     checksums = [] if deployment.integrity == "off" else [xxhash.xxh3_64_digest(page) for page in pages]
     return b"".join([*pages, *checksums])
 
 
-def stored_object(target: SimulatorTarget, deployment: Deployment, rank: int) -> tuple[str, bytes]:
-    """The key and the bytes that the connector stores. Ranks that share the writing are asked until one writes."""
-    key = ""
+def stored_objects(target: SimulatorTarget, deployment: Deployment, rank: int) -> list[tuple[str, bytes]]:
+    """By group the key and the bytes that the connector stores. Ranks that share the writing are all asked."""
     for writer in range(deployment.tp_size):
         with target.node(deployment, writer) as node:
             node.fill({BLOCK: CONTENT})
             node.save({BLOCK: CONTENT})
-        key = target.key(deployment, rank, CONTENT)
-    found = target.peek(key)
-    assert found is not None, f"{deployment}: nothing is stored under {key}"
-    return key, found
+    objects = []
+    for group in groups(deployment):
+        key = target.key(deployment, rank, CONTENT, group)
+        found = target.peek(key)
+        assert found is not None, f"{deployment}: nothing is stored under {key}"
+        objects.append((key, found))
+    return objects
+
+
+def vector_name(name: str, group: int) -> str:
+    """The first group's vector has the deployment's name alone."""
+    return f"{name} group {group}" if group else name
 
 
 def vector(key: str, value: bytes) -> dict[str, Any]:
@@ -75,8 +90,8 @@ def main() -> None:
     vectors = {}
     for name, (deployment, rank) in DEPLOYMENTS.items():
         with simulator(64 << 20) as target:
-            key, _ = stored_object(target, deployment, rank)
-            vectors[name] = vector(key, expected_object(deployment, rank))
+            for group, (key, _) in enumerate(stored_objects(target, deployment, rank)):
+                vectors[vector_name(name, group)] = vector(key, expected_object(deployment, rank, group))
     PATH.write_text(json.dumps({"format_version": FORMAT_VERSION, "vectors": vectors}, indent=1) + "\n")
 
 

@@ -359,6 +359,31 @@ layout_mistake(
     attribute(shards.Shard, "key", lambda self, h, tag="": f"{self.namespace}/{self.fingerprint}/{tag}"),
 )
 
+# Rows with copies, several groups, or another byte order.
+
+layout_mistake(
+    "the copies of an indexer taken for blocks of their own",
+    "replicated-indexer",
+    attribute(registration, "_with_copies", lambda entries, group: entries),
+)
+layout_mistake(
+    "a view that covers others moved again",
+    "deepseek-v4-a5",
+    attribute(registration, "_without_whole", lambda views: views),
+)
+layout_mistake(
+    "groups in the same memory register it twice",
+    "attention-and-mamba",
+    attribute(worker, "merged", lambda regions: list(regions)),
+)
+plant(
+    "the byte order left out of the fingerprint",
+    components(lambda component, layer, index: replace(component, order="NHD")),
+    "test_byte_orders_do_not_share",
+    "Isolation",
+    family="mla",
+)
+
 # The store edge.
 
 plant(

@@ -57,6 +57,8 @@ class Target:
             cache_spec(deployment.case, deployment.tp_size, 0)
         except ValueError as error:
             return str(error)
+        if deployment.transfer == "layerwise" and deployment.case.family.startswith("deepseek-v4"):
+            return "layer by layer, where a layer has caches in several groups"
         return ""
 
     @contextmanager
@@ -93,10 +95,10 @@ class Target:
             (status,) = store.remove([self.key(deployment, rank, content)], force=True)
             assert status.ok, f"removing the object of {content!r}: {status}"
 
-    def key(self, deployment: Deployment, rank: int, content: str) -> str:
+    def key(self, deployment: Deployment, rank: int, content: str, group: int = 0) -> str:
         """The key of the object that a rank of a deployment, whose node there was, loads for a content."""
         (shards,) = [shards for shards in self._announced[deployment] if shards.rank.tp == rank]
-        shard = shards.shard(0)
+        shard = shards.shard(group)
         assert shard is not None
         return shard.key(block_hash(content))
 

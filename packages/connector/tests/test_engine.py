@@ -15,6 +15,7 @@ from kvpool_connector.engine import (
     groups_of,
     hash_block_size_of,
     model_of,
+    order_of,
     rule_of,
     scheduled_of,
     tables_of,
@@ -55,6 +56,15 @@ def test_the_model_is_its_path_unless_it_has_a_name() -> None:
     found = model_of(config(), PoolSettings())
     assert (found.name, found.compute_dtype, found.quantization) == ("org/model", "bfloat16", "ascend")
     assert model_of(config(), PoolSettings(model_id="m")).name == "m"
+
+
+def test_the_byte_order_comes_from_the_configuration() -> None:
+    plain, fractal = config(), config()
+    fractal.additional_config = {"enable_kv_nz": True}
+    assert [order_of(plain, PoolSettings(), axes) for axes in ("NHD", "HND")] == ["NHD", "HND"]
+    assert order_of(fractal, PoolSettings(), "NHD") == "NZ"
+    assert order_of(fractal, PoolSettings(cache_order="ND"), "NHD") == "NHD"
+    assert order_of(plain, PoolSettings(cache_order="NZ"), "NHD") == "NZ"
 
 
 class SlidingWindowSpec(Thing):

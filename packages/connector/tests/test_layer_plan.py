@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool_connector.contract.errors import LayoutError
 from kvpool_connector.contract.layout import Component, Layer, ShardLayout
 from kvpool_connector.layer_plan import LayerPlan
 
@@ -26,6 +27,13 @@ def indexer(index: int) -> str:
 
 def plan_of(*groups: list[Layer], per_transfer: int | None = 1) -> LayerPlan:
     return LayerPlan([ShardLayout(g, 16, 4, tuple(layers)) for g, layers in enumerate(groups)], per_transfer)
+
+
+def test_a_layer_with_hooks_in_several_groups_is_refused_in_words() -> None:
+    with pytest.raises(
+        LayoutError, match=r"layer 0: its cache entries .*window.*self_attn.attn.*use_layerwise to false"
+    ):
+        plan_of([layer("0", "model.layers.0.window")], [layer("0", attention(0))])
 
 
 @pytest.mark.parametrize("per_transfer", [1, 2, 3, 5, 7, None])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvpool_connector.contract.errors import LayoutError
-from kvpool_connector.contract.layout import ShardLayout
+from kvpool_connector.contract.layout import Region, ShardLayout
 from kvpool_connector.planner import Planner
-from kvpool_connector.registration import GroupSpec, read_layouts
+from kvpool_connector.registration import GroupSpec, merged, read_layouts
 
 BF16 = torch.bfloat16
 NAME = "model.layers.0.self_attn.attn"
@@ -115,6 +115,39 @@ def overlapping() -> dict[str, Any]:
     return {"layers.0.a": raw[:512].view(4, 16, 1, 8), "layers.1.a": raw[256:768].view(4, 16, 1, 8)}
 
 
+INDEXER = "model.layers.0.self_attn.indexer.k_cache"
+
+
+def copied(num_blocks: int) -> dict[str, Any]:
+    """An attention of four blocks and an indexer of another number."""
+    return {NAME: torch.zeros(4, 16, 1, 8), INDEXER: (torch.zeros(num_blocks, 16, 1, 8),)}
+
+
+def test_copies_of_an_indexer_are_pages_of_one_block() -> None:
+    caches = copied(8)
+    layout = read(caches, context_size=2)
+    assert bytes_of(layout, 3)[1] == (caches[INDEXER][0][6].data_ptr(), 2 * 16 * 8 * 4)
+    assert layout.components[1].page_shape == (32, 1, 8)
+    # Without context parallelism the blocks behind the manager's are spare ones.
+    assert bytes_of(read(caches), 3)[1] == (caches[INDEXER][0][3].data_ptr(), 16 * 8 * 4)
+
+
+def test_a_view_that_covers_the_others_is_moved_once() -> None:
+    raw = torch.zeros(4 * 144, dtype=torch.uint8)
+    k, scale = raw.as_strided((4, 16, 1, 8), (144, 8, 8, 1)), raw.as_strided((4, 16, 1, 1), (144, 1, 1, 1), 128)
+    both = raw.as_strided((4, 16, 1, 9), (144, 9, 9, 1))
+    for entry in ([k, scale, both], [both, k, scale]):
+        layout = read({INDEXER: entry})
+        assert bytes_of(layout, 1) == [(raw.data_ptr() + 144, 128), (raw.data_ptr() + 272, 16)]
+    with pytest.raises(LayoutError, match="overlap"):
+        read({INDEXER: [k, scale, raw.as_strided((4, 16, 1, 8), (144, 8, 8, 1), 8)]})
+
+
+def test_regions_that_share_bytes_are_one() -> None:
+    regions = [Region(100, 50), Region(0, 10), Region(120, 10), Region(140, 20), Region(160, 5)]
+    assert merged(regions) == [Region(0, 10), Region(100, 60), Region(160, 5)]
+
+
 @pytest.mark.parametrize(
     ("caches", "group", "words"),
     [
@@ -131,6 +164,11 @@ def overlapping() -> dict[str, Any]:
         ({NAME: ()}, {}, [NAME, "expected a tensor"]),
         ({NAME: (torch.zeros(4, 16, 1, 8), None)}, {}, [NAME, "NoneType"]),
         ({NAME: tuple(torch.zeros(4, 16, 1, 8) for _ in range(5))}, {}, [NAME, "5 tensors"]),
+        ({NAME: torch.zeros(4, 8, 16, 16)}, {}, [NAME, "NZ order of a 310P", 'set cache_order to "NZ"']),
+        ({NAME: torch.zeros(4, 8, 1, 32)}, {"order": "NZ"}, [NAME, "8 tokens a page in NZ order", "block size 16"]),
+        ({NAME: torch.zeros(4, 16, 8, 16)}, {"order": "NZ"}, [NAME, "8 tokens a page in NZ order", "block size 16"]),
+        (copied(6), {"context_size": 2}, [INDEXER, "6 blocks beside 4", "context parallel size 2"]),
+        (copied(12), {"context_size": 2}, [INDEXER, "12 blocks beside 4", "context parallel size 2"]),
         ({NAME: torch.zeros(4, 16, 1, 8)}, {"num_blocks": 0}, ["0 blocks"]),
         ({NAME: torch.zeros(4, 16, 1, 8)}, {"order": "XYZ"}, ["'XYZ'"]),
     ],

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 FAMILIES = ("gqa", "mla", "sparse-bundled", "sparse-split", "packed-main")
+"""Families that go together with most other properties of a case."""
+OTHER_FAMILIES = ("gqa-310p", "cache-only", "mamba", "attention-and-mamba", "deepseek-v4", "deepseek-v4-a5")
+"""Families whose caches have one form each. The last four have states; the last three several KV cache groups in the
+same memory, and there one content stands for a block of every group."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,12 @@ class CacheCase:
     index_dim: int = 16
     c8: str = ""
     """How the indexer is quantised: not, `int8` (fp16 scales) or `fp8` (fp32 scales)."""
+    indexer_copies: int = 1
+    """Blocks of the indexer for each block of the attention: decode context parallelism of this size."""
+    reserved: bool = False
+    """The indexer's raw tensor is larger than what is used of it."""
+    kv_nz: bool = False
+    """Latent and rope in NZ order, which no shape tells."""
     layers_without_indexer: tuple[int, ...] = ()
     mtp: bool = False
     """One more layer, named as an MTP layer."""
@@ -53,6 +63,10 @@ class Deployment:
     case: CacheCase
     model: str = "model"
     tp_size: int = 1
+    pcp_size: int = 1
+    dcp_size: int = 1
+    interleave: int = 1
+    """Tokens of one run under context parallelism (prefill, decode)."""
     namespace: str = "default"
     transfer: str = "auto"
     """`auto`, `packed`, `direct` or `layerwise`, where the backend offers them."""
@@ -85,5 +99,19 @@ NAMED_CASES: dict[str, CacheCase] = {
     "padded-kernel-blocks": CacheCase("sparse-split", kernel_blocks=2, padding=64),
     "one-storage": CacheCase("mla", num_layers=3, one_storage=True),
     "shared-layer": CacheCase("gqa", num_layers=3, shared_layer=True),
+    "packed-main-c8-fp8": CacheCase("packed-main", c8="fp8"),
+    "sparse-bundled-reserved": CacheCase("sparse-bundled", reserved=True),
+    "mla-nz": CacheCase("mla", rope_dim=16, kv_nz=True),
+    "sparse-split-nz": CacheCase("sparse-split", rope_dim=16, kv_nz=True),
+    "gqa-310p-nz": CacheCase("gqa-310p", dtype="float16"),
+    "replicated-indexer": CacheCase("sparse-split", indexer_copies=2),
+    "replicated-indexer-c8": CacheCase("sparse-split", c8="int8", indexer_copies=4),
+    "cache-only": CacheCase("cache-only"),
+    "cache-only-padded": CacheCase("cache-only", padding=96),
+    "mamba-states": CacheCase("mamba"),
+    "attention-and-mamba": CacheCase("attention-and-mamba"),
+    "attention-and-mamba-kernel-blocks": CacheCase("attention-and-mamba", kernel_blocks=2),
+    "deepseek-v4": CacheCase("deepseek-v4", block_size=32),
+    "deepseek-v4-a5": CacheCase("deepseek-v4-a5", block_size=32),
 }
 """One case for each thing that a layout can have."""

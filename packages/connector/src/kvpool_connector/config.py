@@ -166,6 +166,9 @@ class PoolSettings(_Settings):
     """Identity of the weights; the engine's model path where it is not set."""
     transfer: Literal["auto", "direct", "packed"] = "auto"
     """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache."""
+    cache_order: Literal["auto", "ND", "NZ"] = "auto"
+    """Byte order of a cache page, which the tensors do not tell. `auto`: `NZ` where vLLM-Ascend's `enable_kv_nz` is on,
+    else `ND`. A 310P needs `NZ`."""
     integrity: Literal["off", "sampled", "on"] = "off"
     """Checksums in every object, compared at every load or at one in sixteen."""
     audit_every: Annotated[int, Field(ge=0)] = 0

@@ -45,6 +45,7 @@ def model_of(config: Any, settings: PoolSettings) -> ModelIdentity:
 
 def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], order: str) -> list[GroupSpec]:
     """The KV cache groups as far as this rank registered them."""
+    context_size = topology_of(config).cp_size
     return [
         GroupSpec(
             layer_names=tuple(name for name in group.layer_names if name in kv_caches),
@@ -52,10 +53,24 @@ def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], order: 
             num_blocks=cache_config.num_blocks,
             order=order,
             # It names the components, and nothing else.
-            kind="latent" if config.model_config.use_mla else "attention",
+            kind=_kind_of(group.kv_cache_spec, config),
+            context_size=context_size,
         )
         for group in cache_config.kv_cache_groups
     ]
+
+
+def _kind_of(spec: Any, config: Any) -> str:
+    if "Mamba" in type(spec).__name__:
+        return "state"
+    return "latent" if config.model_config.use_mla else "attention"
+
+
+def order_of(config: Any, settings: PoolSettings, axes: str) -> str:
+    """Meaning and byte order of a page's axes: `axes` unless NZ is configured, which no tensor tells."""
+    if settings.cache_order == "auto":
+        return "NZ" if (getattr(config, "additional_config", None) or {}).get("enable_kv_nz") else axes
+    return "NZ" if settings.cache_order == "NZ" else axes
 
 
 def rule_of(spec: Any, topology: Topology) -> GroupRule:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvpool_connector.contract.errors import LayoutError
 from kvpool_connector.contract.layout import Layer, ShardLayout
 from kvpool_connector.layer_cost import best_num_ranges
 from kvpool_connector.registration import is_indexer
@@ -122,8 +123,11 @@ def _hooks(layouts: Sequence[ShardLayout]) -> dict[str, str]:
     for layout in layouts:
         for layer in layout.layers:
             own = _own_hook(layer)
-            if own:
-                hooks.setdefault(layer.label, own)
+            if own and hooks.setdefault(layer.label, own) != own:
+                raise LayoutError(
+                    f"layer {layer.label}: its cache entries {hooks[layer.label]!r} and {own!r} are in different KV "
+                    "cache groups, and which hook speaks for them is not known; set use_layerwise to false"
+                )
     return hooks
 
 

@@ -24,7 +24,7 @@ COMPONENT_NAMES: dict[str, dict[int, tuple[str, ...]]] = {
         3: ("k_nope", "k_pe", "dsa_k"),
         4: ("k_nope", "k_pe", "dsa_k", "dsa_k_scale"),
     },
-    "indexer": {1: ("dsa_k",), 2: ("dsa_k", "dsa_k_scale")},
+    "indexer": {1: ("dsa_k",), 2: ("dsa_k", "dsa_k_scale"), 3: ("dsa_k", "dsa_k_scale", "dsa_k_and_scale")},
     "state": {1: ("ssm",), 2: ("conv", "ssm")},
 }
 """Names of an entry's tensors by the entry's kind and their number. They name; addresses never depend on them."""
@@ -59,6 +59,8 @@ class GroupSpec:
     order: str = "NHD"
     """Meaning of a page's axes. Equal shapes cannot tell it, so the engine must."""
     kind: str = "attention"
+    context_size: int = 1
+    """Ranks over which a logical block's tokens are interleaved: an indexer may hold a copy for each of them."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,14 @@ def _read_group(kv_caches: Mapping[str, Any], index: int, group: GroupSpec) -> S
     if group.order not in ORDERS:
         raise LayoutError(f"KV cache group {index}: order {group.order!r} is unknown; expected one of {ORDERS}")
     entries: dict[tuple[tuple[int, ...], ...], tuple[list[str], list[_View]]] = {}
-    for name in sorted(group.layer_names, key=_layer_order):
+    names = sorted(group.layer_names, key=_layer_order)
+    for name in names:
         if name not in kv_caches:
             raise LayoutError(
                 f"layer {name!r} of KV cache group {index} was not registered; got {len(kv_caches)} entries"
             )
-        views = _read_entry(name, kv_caches[name], group)
+    found = {name: _read_entry(name, kv_caches[name], group) for name in names}
+    for name, views in _with_copies(found, group).items():
         # A layer that shares another's tensors registers them a second time: moved once, under both names.
         same = tuple(
             (v.component.base_address, v.kernel_stride, v.kernel_page_bytes, v.num_kernel_blocks) for v in views
@@ -131,7 +135,7 @@ def _read_entry(name: str, entry: Any, group: GroupSpec) -> list[_View]:
             f"layer {name!r}: a cache entry of type {type(entry).__name__} with "
             f"{[type(t).__name__ for t in tensors or []]} is unknown; expected a tensor or a tuple or list of tensors"
         )
-    kind = "indexer" if is_indexer(name) else group.kind
+    kind = "indexer" if is_indexer(name) and group.kind != "state" else group.kind
     names = COMPONENT_NAMES[kind].get(len(tensors))
     if names is None:
         raise LayoutError(
@@ -147,7 +151,66 @@ def _read_entry(name: str, entry: Any, group: GroupSpec) -> list[_View]:
         raise LayoutError(
             f"layer {name!r}: its components have unequal numbers of blocks {counts}; expected one number"
         )
+    return _without_whole(views)
+
+
+def _without_whole(views: list[_View]) -> list[_View]:
+    """Leaves out a view that covers exactly the pages of the entry's other views: its bytes are moved as theirs."""
+    for whole in views:
+        others = sorted((view for view in views if view is not whole), key=lambda view: view.component.base_address)
+        end = whole.component.base_address
+        for view in others:
+            if view.kernel_stride != whole.kernel_stride or view.component.base_address != end:
+                break
+            end += view.kernel_page_bytes
+        else:
+            if len(others) > 1 and end == whole.component.base_address + whole.kernel_page_bytes:
+                return [view for view in views if view is not whole]
     return views
+
+
+def _with_copies(entries: Mapping[str, list[_View]], group: GroupSpec) -> Mapping[str, list[_View]]:
+    """The entries, each indexer with all its pages of a block: copies lie one after the other in dimension 0."""
+    num_blocks = {
+        views[0].num_kernel_blocks * views[0].kernel_page_bytes // views[0].component.page_bytes
+        for name, views in entries.items()
+        if not is_indexer(name)
+    }
+    if group.context_size == 1 or group.kind == "state" or len(num_blocks) != 1:
+        return entries
+    (total,) = num_blocks
+    read = {}
+    for name, views in entries.items():
+        held = views[0].num_kernel_blocks * views[0].kernel_page_bytes // views[0].component.page_bytes
+        copies = held // total
+        if is_indexer(name) and held != total:
+            if held % total or group.context_size % copies:
+                raise LayoutError(
+                    f"layer {name!r}: found {held} blocks beside {total} of the attention's; expected as many, or as "
+                    f"many times more as a divisor of the context parallel size {group.context_size}"
+                )
+            views = [_copied(view, copies) for view in views]
+        read[name] = views
+    return read
+
+
+def _copied(view: _View, copies: int) -> _View:
+    one = view.component
+    dense = one.block_stride == one.page_bytes
+    if one.num_pieces > 1:
+        raise LayoutError(
+            f"{view.where}: {copies} copies of blocks that are {one.num_pieces} padded pages each are unknown; "
+            "register the indexer without holes"
+        )
+    component = replace(
+        one,
+        page_shape=(copies * one.page_shape[0], *one.page_shape[1:]),
+        block_stride=copies * one.block_stride,
+        piece_bytes=one.piece_bytes * (copies if dense else 1),
+        num_pieces=1 if dense else copies,
+        piece_stride=0 if dense else one.block_stride,
+    )
+    return replace(view, component=component)
 
 
 def _read_tensor(layer_name: str, name: str, tensor: Tensor, group: GroupSpec) -> _View:
@@ -164,6 +227,11 @@ def _read_tensor(layer_name: str, name: str, tensor: Tensor, group: GroupSpec) -
         raise LayoutError(
             f"{where}: blocks overlap: found {found}, a block every {kernel_stride} bytes; expected at least the "
             f"page's {kernel_page_bytes}"
+        )
+    if order == "NHD" and len(page) == 3 and page[2] == 16 and page[1] == group.block_size != page[0]:
+        raise LayoutError(
+            f"{where}: found {found}: this is the NZ order of a 310P, (columns, block_size, 16), but the order is "
+            'given as ND; set cache_order to "NZ"'
         )
     ratio, page = _kernel_ratio(where, found, page, order, group)
     if shape[0] < ratio * group.num_blocks:
@@ -217,9 +285,12 @@ def _kernel_ratio(
     if group.kind == "state":
         return 1, page
     if order == "NZ":
-        if group.block_size not in page:
+        # A latent page keeps its shape `(block_size, 1, size)`; the 310P's says its order, `(columns, block_size, 16)`.
+        tokens = page[0 if len(page) < 3 or page[1] == 1 else 1]
+        if group.block_size != tokens:
             raise LayoutError(
-                f"{where}: found {found}; expected an axis of block_size {group.block_size} tokens in NZ order"
+                f"{where}: found {found}, {tokens} tokens a page in NZ order; expected the block size "
+                f"{group.block_size}: kernel blocks smaller than it are not supported in NZ order"
             )
         return 1, page
     axis = order.index("N")
@@ -260,6 +331,19 @@ def _regions(views: Iterable[_View]) -> tuple[Region, ...]:
         start, end = spans.get(view.storage, (view.component.base_address, view.end))
         spans[view.storage] = (min(start, view.component.base_address), max(end, view.end))
     return tuple(Region(start, end - start) for start, end in sorted(spans.values()))
+
+
+def merged(regions: Iterable[Region]) -> list[Region]:
+    """The regions, those that share bytes made one: groups in the same memory register it once."""
+    found: list[Region] = []
+    for region in sorted(regions, key=lambda r: (r.address, r.num_bytes)):
+        if found and region.address < found[-1].address + found[-1].num_bytes:
+            last = found[-1]
+            end = max(last.address + last.num_bytes, region.address + region.num_bytes)
+            found[-1] = Region(last.address, end - last.address)
+        else:
+            found.append(region)
+    return found
 
 
 def is_indexer(layer_name: str) -> bool:

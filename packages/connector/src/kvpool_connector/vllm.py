@@ -33,6 +33,7 @@ from kvpool_connector.engine import (
     groups_of,
     hash_block_size_of,
     model_of,
+    order_of,
     rule_of,
     scheduled_of,
     tables_of,
@@ -262,7 +263,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `kvpool_connector.worker.PoolWorker.register`."""
-        groups = groups_of(self._vllm_config, self._cache_config, kv_caches, order_of_axes())
+        order = order_of(self._vllm_config, self._settings, order_of_axes())
+        groups = groups_of(self._vllm_config, self._cache_config, kv_caches, order)
         self._announced = self._workers().register(kv_caches, groups)
         self._unreported = (self._announced,)
 

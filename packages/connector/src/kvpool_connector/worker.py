@@ -39,7 +39,7 @@ from kvpool_connector.loader import GroupLoad, Load, Loader
 from kvpool_connector.lookup_socket import LookupServer
 from kvpool_connector.metadata import LoadJob, LoadReport, SaveJob, StepMetadata
 from kvpool_connector.outage import Outage
-from kvpool_connector.registration import GroupSpec, read_layouts
+from kvpool_connector.registration import GroupSpec, merged, read_layouts
 from kvpool_connector.saver import GroupSave, Saver
 from kvpool_connector.staging import Staging
 from kvpool_connector.tracing import Timer, Trace
@@ -198,7 +198,7 @@ class PoolWorker:
                         f"a block of KV cache group {layout.group} has {layout.num_pieces} pieces, more than "
                         f'max_buffers_per_call = {self._settings.max_buffers_per_call}; set transfer to "packed"'
                     )
-            for region in sorted({region for layout in held for region in layout.regions}, key=lambda r: r.address):
+            for region in merged(region for layout in held for region in layout.regions):
                 if not (status := self._store.register(region.address, region.num_bytes)).ok:
                     raise StoreSetupError(
                         f"the store did not register the KV cache at {region.address:#x} ({region.num_bytes} bytes): "

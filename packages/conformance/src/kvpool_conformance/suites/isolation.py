@@ -39,6 +39,19 @@ class Isolation:
                 target.poison()
                 assert target.load(contents) == {1, 2}
 
+    @pytest.mark.parametrize("family", ["mla", "sparse-split"])
+    def test_byte_orders_do_not_share(self, backend: CacheBackend, family: str) -> None:
+        """ND and NZ have equal shapes and sizes: only the configuration tells them apart."""
+        rows = offered(backend, Deployment(NAMED_CASES[family]).with_case(rope_dim=16))
+        fractal = offered(backend, rows.with_case(kv_nz=True))
+        for ours, theirs in ((rows, fractal), (fractal, rows)):
+            contents = {1: fresh(), 2: fresh()}
+            with node_of(backend, ours) as source, node_of(backend, theirs) as target:
+                save_all(source, contents)
+                assert target.hits(list(contents.values())) == 0
+                target.poison()
+                assert target.load(contents) == {1, 2}
+
     def test_quantised_and_plain_indexers_do_not_share(self, backend: CacheBackend) -> None:
         """C8 on and off, made to have equal byte counts."""
         plain = offered(backend, Deployment(NAMED_CASES["sparse-bundled"]).with_case(dtype="int8", index_dim=18))
