@@ -13,6 +13,7 @@ from kvpool_connector.contract import shards
 
 FOUND_AT = {
     "blocks are saved on top of a load that may have failed": 48,
+    "the last token of an answer is taken as computed": 21,
     "keys do not tell adapters and salts apart": 7,
     "loads between steps are never told to have ended": 3,
     "loads that failed between steps count as loaded": 3,
@@ -62,11 +63,6 @@ def misplaced(right: Any, self: Any, view: Any, tables: Any, num_external_tokens
     return right(self, view, tables, num_external_tokens)
 
 
-def old_saves_visible(right: Any, self: Any, tracker: Any, *arguments: Any, **named: Any) -> Any:
-    tracker.epoch = self.epoch
-    return right(self, tracker, *arguments, **named)
-
-
 def reset_forgets(right: Any, self: Any) -> bool:
     shards, self._shards = self._shards, None
     try:
@@ -104,6 +100,12 @@ wrap(
         else found
     ),
 )
+wrap(
+    "the last token of an answer is taken as computed",
+    scheduler.PoolScheduler,
+    "finished",
+    lambda right, self, request_id, num_tokens, **named: right(self, request_id, num_tokens + 1, **named),
+)
 plant("a sliding window is one block short", tracker.GroupRule, "first_needed", lambda self, b: b // self.block_size)
 wrap(
     "failed blocks are not reported",
@@ -129,7 +131,6 @@ wrap(
     "_due",
     unconfirmed_ignored,
 )
-wrap("what was computed before a reset is saved after it", scheduler.PoolScheduler, "_due", old_saves_visible)
 wrap("a reset resets nothing", scheduler.PoolScheduler, "reset", reset_forgets)
 wrap("blocks are saved that the step does not complete", scheduler.PoolScheduler, "_due", rejected_saved)
 wrap("the local hit is loaded in place of what follows", scheduler.PoolScheduler, "allocated", misplaced)

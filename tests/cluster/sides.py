@@ -48,7 +48,8 @@ class PoolSchedulerSide:
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.finished(request.request_id, completed=request.status in ENDED_BY_ITSELF), None
+        completed = request.status in ENDED_BY_ITSELF
+        return self.scheduler.finished(request.request_id, request.num_tokens, completed=completed), None
 
     def reset_cache(self) -> bool:
         return self.scheduler.reset()

@@ -288,6 +288,12 @@ wrap(
 )
 
 
+def as_of_now(right: Any, self: Any, tracker: Any, *arguments: Any, **named: Any) -> Any:
+    """Whenever it was computed, it counts for the epoch of today."""
+    tracker.epoch = self._shards.epoch
+    return right(self, tracker, *arguments, **named)
+
+
 def unverified(right: Any, self: PoolScheduler, request: Any, *arguments: Any) -> Any:
     hashes = [*request.view.block_hashes, *[bytes(32)] * 8]
     request.view = replace(request.view, block_hashes=hashes)
@@ -305,14 +311,30 @@ wrap(
     "the saves of an ended request are lost",
     PoolScheduler,
     "finished",
-    lambda right, self, request_id, completed: right(self, request_id, completed=False),
+    lambda right, self, request_id, num_tokens, completed: right(self, request_id, num_tokens, completed=False),
     "test_scheduler:test_a_request_that_ends_in_the_step_of_its_load_is_still_saved",
+)
+wrap(
+    "the last token of an answer is taken as computed",
+    PoolScheduler,
+    "finished",
+    lambda right, self, request_id, num_tokens, completed: right(self, request_id, num_tokens + 1, completed=completed),
+    "test_scheduler:test_the_last_token_of_an_answer_is_not_taken_as_computed",
+    num_tokens=64,
+    complete=False,
+)
+wrap(
+    "what was computed before a reset is saved after it",
+    PoolScheduler,
+    "_due",
+    as_of_now,
+    "test_reset:test_b10_what_was_computed_before_a_reset_is_not_saved_after_it",
 )
 plant(
     "ended requests are remembered for ever",
     PoolScheduler,
     "finished",
-    lambda self, request_id, completed: False,
+    lambda self, request_id, num_tokens, completed: False,
     "test_scheduler:test_f4_nothing_is_left_of_ended_requests",
     completed=True,
 )

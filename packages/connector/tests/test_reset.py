@@ -75,7 +75,7 @@ def test_b10_what_was_computed_before_a_reset_is_not_saved_after_it() -> None:
     assert [job.epoch for job in jobs] == [0]
     bench.scheduler.reset()
     assert bench.schedule(view, 32, 33, None, False) == ()
-    assert not bench.scheduler.finished("r", completed=True)
+    assert not bench.scheduler.finished("r", 71, completed=True)
     # Preempted and begun anew, or another: computed after the reset.
     bench.scheduler.num_matched_tokens(view, 0)
     bench.scheduler.allocated(view, [[6, 7, 8, 9, 10]], 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from clocks import ManualClock
@@ -231,11 +231,23 @@ def test_a_request_that_ends_in_the_step_of_its_load_is_still_saved() -> None:
     bench.scheduler.num_matched_tokens(view, 0)
     bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 16)
     assert bench.schedule(view, 16, 54, [[1, 2, 3, 4, 5]], True) == ()
-    assert bench.scheduler.finished("r", completed=True)
+    assert bench.scheduler.finished("r", 71, completed=True)
     (job,) = bench.scheduler.build_step([]).saves
     assert job.final
     assert saved([job]) == [(0, i) for i in (1, 2, 3, 4)]
     assert bench.scheduler.num_tracked == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "complete"), [(64, False), (65, True)])
+def test_the_last_token_of_an_answer_is_not_taken_as_computed(num_tokens: int, complete: bool) -> None:
+    """Its place may hold the KV of a guess that was rejected."""
+    bench = Bench(save_decode_cache=True)
+    view = bench.view(62, prompt=40)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 0)
+    assert saved(bench.schedule(view, 0, 66, [[1, 2, 3, 4, 5]], True)) == [(0, 1), (0, 2), (0, 3)]
+    cast(list[bytes], view.block_hashes).append(b"the hash of the fourth")
+    assert bench.scheduler.finished("r", num_tokens, completed=True) == complete
+    assert saved(bench.scheduler.build_step([]).saves) == ([(0, 4)] if complete else [])
 
 
 def test_engines_without_reports_confirm_a_load_some_steps_later() -> None:
@@ -283,7 +295,7 @@ def test_f4_nothing_is_left_of_ended_requests(completed: bool) -> None:
             bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 64)
         if i % 3 == 2:
             bench.schedule(view, 64, 6, [[1, 2, 3, 4, 5]], True)
-        bench.scheduler.finished(view.request_id, completed=completed)
+        bench.scheduler.finished(view.request_id, 71, completed=completed)
         bench.scheduler.build_step([])
         bench.scheduler.report(LoadReport(loaded=frozenset({view.request_id})))
     assert bench.scheduler.num_tracked == 0

@@ -352,10 +352,12 @@ class PoolScheduler:
                 blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
         return [SaveJob(view.request_id, tuple(blocks), view.tag, final, tracker.epoch)] if blocks else []
 
-    def finished(self, request_id: str, *, completed: bool) -> bool:
+    def finished(self, request_id: str, num_tokens: int, *, completed: bool) -> bool:
         """The request has ended; True when its blocks must be kept until a worker says that it is saved.
 
-        `completed`: it ended by itself, so that all it computed is right; False for an abort.
+        `num_tokens`: of prompt and answer. The last one has only been sampled: what lies in its place, if anything, may
+        be the KV of a guess that was rejected. `completed`: it ended by itself, so that all before is right; False for
+        an abort.
         """
         self._hits.pop(request_id, None)
         tracker = self._trackers.pop(request_id, None)
@@ -365,6 +367,7 @@ class PoolScheduler:
                 # Others may share blocks of a load whose outcome is still open.
                 self._unconfirmed[request_id] = loaded
             return False
+        tracker.num_computed_tokens = min(tracker.num_computed_tokens, num_tokens - 1)
         jobs = self._due(tracker, tracker.num_computed_tokens, final=True)
         self._final_saves += jobs
         return bool(jobs)

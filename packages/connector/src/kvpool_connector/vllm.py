@@ -377,7 +377,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `kvpool_connector.scheduler.PoolScheduler.finished`."""
         completed = request.status in ENDED_BY_ITSELF
-        return self._schedulers().finished(request.request_id, completed=completed), None
+        return self._schedulers().finished(request.request_id, request.num_tokens, completed=completed), None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
