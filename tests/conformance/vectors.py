@@ -28,6 +28,13 @@ DEPLOYMENTS: dict[str, tuple[Deployment, int]] = {
     **{name: (Deployment(case), 0) for name, case in NAMED_CASES.items()},
     **{f"mha tp{tp} rank{tp - 1}": (Deployment(NAMED_CASES["mha"], tp_size=tp), tp - 1) for tp in (2, 4, 8, 16)},
     **{f"sparse-split tp{tp}": (Deployment(NAMED_CASES["sparse-split"], tp_size=tp), tp - 1) for tp in (2, 8)},
+    # A shard says which tokens it has, not whether prefill or decode context parallelism gave it them.
+    **{
+        f"{name} tp4 dcp{size} rank3": (Deployment(NAMED_CASES[name], tp_size=4, dcp_size=size, interleave=16), 3)
+        for name in ("mla", "sparse-split")
+        for size in (2, 4)
+    },
+    "gqa tp4 dcp2 rank3": (Deployment(NAMED_CASES["gqa"], tp_size=4, dcp_size=2, interleave=16), 3),
     "gqa direct": (Deployment(NAMED_CASES["gqa"], transfer="direct"), 0),
     "sparse-bundled-c8 checksums": (Deployment(NAMED_CASES["sparse-bundled-c8"], integrity="on"), 0),
 }
@@ -42,8 +49,8 @@ def expected_pages(deployment: Deployment, rank: int, group: int = 0) -> list[by
     """The oracle: entries as registered, tensors in order, a second look at the same bytes left out."""
     spec = cache_spec(deployment.case, deployment.tp_size, rank)
     caches = allocate(spec, 1)
-    copies = deployment.case.indexer_copies
-    part = f"0 of {copies}" if copies > 1 else ""
+    parts = max(deployment.dcp_size, deployment.case.indexer_copies)
+    part = f"{rank % parts} of {parts}" if parts > 1 else ""
     return [
         page_content(place, content_name(entry.layer_name), CONTENT, part).tobytes()
         for entry in spec.entries
