@@ -358,6 +358,20 @@ def test_session_twice(world: Any) -> None:
     assert world.a.batch_put_session_end([key]) == [-600]
 
 
+@claim("revoke-refused", "an upsert completes an open session's object: its revoke gives -700, ranges -600, its end 0")
+def test_revoke_refused(world: Any) -> None:
+    key, source = world.key(), holding(b"x")
+    rows = [[source.address]], [[1]], [[0]]
+    assert world.a.batch_put_session_start([key], [1]) == [0]
+    assert world.a.upsert_from(key, source.address, 1) == 0
+    assert world.a.batch_put_from_multi_buffer_ranges([key], *rows) == [1]
+    assert world.a.batch_put_session_revoke([key]) == [-700]
+    assert world.a.batch_put_from_multi_buffer_ranges([key], *rows) == [-600]
+    assert world.a.batch_put_session_revoke([key]) == [-700]
+    assert world.a.batch_put_session_end([key]) == [0]
+    assert world.a.batch_put_session_end([key]) == [-600]
+
+
 @claim("get-session-lease", "a get session's range: -707 once after the lease, then -600")
 def test_get_session_lease(world: Any) -> None:
     key, target = world.key(), Memory(4)

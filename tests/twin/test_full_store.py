@@ -157,7 +157,7 @@ def views() -> Any:
 
 
 @getattr(pytest.mark, MARK)("mooncake")
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(7200)
 def test_both_are_legal_when_full(request: pytest.FixtureRequest) -> None:
     asked_for(request)
     compare(machine, request.getfixturevalue("views"), max(2, SEQUENCES // 5))

@@ -25,7 +25,7 @@ class OpenPut:
 
     replicas: tuple[Replica, ...]
     refused: bool = False
-    """The master has refused its end: it takes no more bytes, and only a revoke of a missing object clears it."""
+    """The master has refused its end or revoke: it takes no more bytes until one of them is accepted."""
 
 
 class Sessions(Transfers):
@@ -175,7 +175,7 @@ class Sessions(Transfers):
             if code in over:
                 self._open_puts.pop(key, None)
                 answers[key] = codes.OK
-            elif code in (codes.ILLEGAL_CLIENT, codes.OBJECT_NOT_FOUND):
+            elif code in (codes.ILLEGAL_CLIENT, codes.OBJECT_NOT_FOUND, codes.INVALID_WRITE):
                 self._open_puts[key].refused = True
         return [answers.get(key, codes.INVALID_PARAMS) for key in keys]
 
