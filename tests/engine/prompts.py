@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-PROMPTS = [[(i * 7 + j * j) % 250 for j in range(length)] for i, length in enumerate((200, 320, 33, 20, 129))]
+from random import Random
+
+VOCABULARY = 250
+PROMPTS = [[(i * 7 + j * j) % VOCABULARY for j in range(length)] for i, length in enumerate((200, 320, 33, 20, 129))]
 """Lengths around block boundaries: full blocks and a rest, exactly full blocks, one more, less than one block."""
 
-OTHERS = [[token + 1 for token in prompt] for prompt in PROMPTS]
-"""Prompts of the same lengths that share nothing with `PROMPTS`."""
+
+def unseen(name: str) -> list[list[int]]:
+    """Prompts of the same lengths that no other name gives: engines that name no namespace share one pool."""
+    random = Random(name)
+    return [[random.randrange(VOCABULARY) for _ in prompt] for prompt in PROMPTS]
 
 
 def poolable(block_size: int) -> list[int]:

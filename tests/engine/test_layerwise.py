@@ -9,7 +9,7 @@ import pytest
 from tests.engine.conftest import assert_answered_from_pool, assert_fills_and_answers_from, assert_same, num_objects
 from tests.engine.engine import Engine, engine
 from tests.engine.models import BLOCK_SIZE, KINDS
-from tests.engine.prompts import OTHERS, poolable
+from tests.engine.prompts import poolable, unseen
 from tests.engine.serving import Answer
 from tests.engine.spec import EngineSpec
 
@@ -45,15 +45,16 @@ def test_layers_are_read_from_what_whole_request_transfer_saved_and_the_other_wa
     filled: Filled, pooled: Pooled, spec: Spec, plain: Plain, baseline: Baseline, kind: str
 ) -> None:
     filled(kind)
-    expected = plain(kind).generate(OTHERS)
+    others = unseen(f"both ways {kind}")
+    expected = plain(kind).generate(others)
     no_gets = () if kind == "two-groups" else ("tests.engine.faults:no_whole_gets",)
     patches = ("tests.engine.faults:no_whole_puts", *no_gets)
     with engine(spec(kind, extra=LAYERS, patches=patches)) as layers:
         assert_answered_from_pool(layers, baseline(kind), num_objects(kind, BLOCK_SIZE[kind]))
-        assert_same(layers.generate(OTHERS), expected)
+        assert_same(layers.generate(others), expected)
         no_faults(layers)
         layers.forget()
-    answers = pooled(kind).generate(OTHERS)
+    answers = pooled(kind).generate(others)
     assert_same(answers, expected)
     assert [answer.num_cached_tokens for answer in answers] == poolable(BLOCK_SIZE[kind])
 

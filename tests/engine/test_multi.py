@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,18 +11,13 @@ import pytest
 from tests.engine.conftest import assert_same, loads, num_objects
 from tests.engine.engine import engine
 from tests.engine.models import BLOCK_SIZE
-from tests.engine.prompts import PROMPTS, poolable
+from tests.engine.prompts import PROMPTS, poolable, unseen
 from tests.engine.serving import Answer
 from tests.engine.spec import EngineSpec
 
 BYSTANDER = {"kv_connector": "Bystander", "kv_connector_module_path": "tests.engine.bystander", "kv_role": "kv_both"}
 FIRST = [[1, 2, 3]]
 KINDS, PLACES = ("gqa", "two-groups"), ("first", "second")
-UNSEEN = {
-    (place, kind): [[(3 * token + number) % 250 for token in prompt] for prompt in PROMPTS]
-    for number, (place, kind) in enumerate(product(PLACES, KINDS))
-}
-"""Prompts that no other test asks for."""
 
 
 def beside(made: EngineSpec, children: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> EngineSpec:
@@ -38,6 +32,7 @@ def beside(made: EngineSpec, children: Callable[[dict[str, Any]], list[dict[str,
 def test_beside_another(
     filled: Callable[[str], EngineSpec], baseline: Callable[[str], list[Answer]], place: str, kind: str
 ) -> None:
+    others = unseen(f"{place} {kind}")
     made = beside(filled(kind), lambda own: [own, BYSTANDER] if place == "first" else [BYSTANDER, own])
     with engine(made) as running:
         # The other's handshake may hide ours; the first step brings it.
@@ -46,11 +41,11 @@ def test_beside_another(
         assert_same(answers, baseline(kind))
         assert [answer.num_cached_tokens for answer in answers] == poolable(BLOCK_SIZE[kind])
         assert loads(running.counts()) == {"load_blocks_ok": num_objects(kind, BLOCK_SIZE[kind])}
-        expected = running.generate(UNSEEN[place, kind])
+        expected = running.generate(others)
     # What was saved through the parent is there for the next engine.
     with engine(made) as running:
         running.generate(FIRST)
-        answers = running.generate(UNSEEN[place, kind])
+        answers = running.generate(others)
         assert_same(answers, expected)
         assert [answer.num_cached_tokens for answer in answers] == poolable(BLOCK_SIZE[kind])
 

@@ -15,7 +15,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.engine import Engine, engine
 from tests.engine.models import BLOCK_SIZE, KINDS
-from tests.engine.prompts import OTHERS, PROMPTS, poolable
+from tests.engine.prompts import PROMPTS, poolable, unseen
 from tests.engine.serving import Answer
 from tests.engine.spec import EngineSpec
 
@@ -77,13 +77,14 @@ def test_a_latent_cache_is_shared_between_sizes_of_tensor_parallelism(
     filled: Filled, pooled: Pooled, spec: Spec, plain: Plain, baseline: Baseline
 ) -> None:
     filled("mla")
-    expected = plain("mla").generate(OTHERS)
+    others = unseen("tensor parallel")
+    expected = plain("mla").generate(others)
     with engine(spec("mla", tensor_parallel_size=2)) as both:
         # The cache is replicated: both ranks read every block.
         assert_answered_from_pool(both, baseline("mla"), 2 * num_objects("mla", BLOCK_SIZE["mla"]))
-        assert_same(both.generate(OTHERS), expected)
+        assert_same(both.generate(others), expected)
     # Each of the two wrote its share, and together they wrote everything.
-    answers = pooled("mla").generate(OTHERS)
+    answers = pooled("mla").generate(others)
     assert_same(answers, expected)
     assert [answer.num_cached_tokens for answer in answers] == poolable(BLOCK_SIZE["mla"])
 
@@ -92,6 +93,7 @@ def test_the_configuration_of_vllm_ascend_with_one_line_added(
     filled: Filled, pooled: Pooled, spec: Spec, baseline: Baseline
 ) -> None:
     filled("gqa")
+    others = unseen("vllm-ascend")
     extra = {
         "backend": "mooncake",
         "lookup_rpc_port": "0",
@@ -102,9 +104,9 @@ def test_the_configuration_of_vllm_ascend_with_one_line_added(
     }
     with engine(spec("gqa", extra=extra, connector="AscendStoreConnector", processes=True)) as one:
         assert_answered_from_pool(one, baseline("gqa"), num_objects("gqa", BLOCK_SIZE["gqa"]))
-        expected = one.generate(OTHERS)
-        assert [answer.num_cached_tokens for answer in expected] == [0] * len(OTHERS)
-    answers = pooled("gqa").generate(OTHERS)
+        expected = one.generate(others)
+        assert [answer.num_cached_tokens for answer in expected] == [0] * len(others)
+    answers = pooled("gqa").generate(others)
     assert_same(answers, expected)
     assert [answer.num_cached_tokens for answer in answers] == poolable(32)
 
