@@ -12,12 +12,12 @@ from kvpool_conformance.cases import NAMED_CASES, Deployment
 from kvpool_conformance.suites.round_trip import fresh
 from kvpool_connector.contract.clock import MonotonicClock
 from kvpool_connector.contract.shards import ShardMap
+from kvpool_connector.contract.store import Store
 from kvpool_connector.epoch import newest_epoch
 from kvpool_connector.lookup import StoreLookup
 from kvpool_connector.outage import Outage
 from kvpool_connector.scheduler import PoolScheduler
 from kvpool_connector.tracker import GroupRule, RequestView
-from tests.targets.borrowed import Borrowed
 from tests.targets.node import LocalNode, block_hash, topology_of
 from tests.targets.target import Target
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.kvpool_capability("reset")
 class Scheduling:
     """A scheduler side of its own over the node's shards."""
 
-    def __init__(self, node: LocalNode, store: Borrowed, deployment: Deployment) -> None:
+    def __init__(self, node: LocalNode, store: Store, deployment: Deployment) -> None:
         self._block_size = deployment.case.block_size
         lookup = StoreLookup(store, Outage(MonotonicClock(), 5.0), 10.0)
         self.scheduler = PoolScheduler([GroupRule(self._block_size)], self._block_size, lookup)
@@ -46,7 +46,7 @@ def one(backend: Target, namespace: str) -> Iterator[tuple[LocalNode, Scheduling
     deployment = Deployment(NAMED_CASES["sparse-bundled"], namespace=namespace)
     with backend.open() as store, backend.open() as first, backend.open() as second:
         node = LocalNode(deployment, 0, store)
-        sides = [Scheduling(node, asking, deployment) for asking in (first, second)]  # type: ignore[arg-type]
+        sides = [Scheduling(node, asking, deployment) for asking in (first, second)]
         try:
             yield node, sides[0], sides[1]
         finally:

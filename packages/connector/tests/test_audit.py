@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from kvpool_connector.audit import Audit
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.store import Pieces
 from kvpool_connector.counters import Counters
 from kvpool_connector.host import HostDevice
 from kvpool_connector.integrity import Integrity
@@ -33,7 +34,7 @@ class FaultyStore(DictStore):
         super().__init__()
         self._fault = fault
 
-    def put(self, keys, addresses, sizes):  # type: ignore[no-untyped-def]
+    def put(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
         statuses = super().put(keys, addresses, sizes)
         for key in keys:
             kept = self._fault(key, self.objects.pop(key))

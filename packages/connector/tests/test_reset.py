@@ -13,10 +13,11 @@ from test_worker import rig
 
 from kvpool_connector.contract.keys import Key, parse_key
 from kvpool_connector.contract.status import Status
-from kvpool_connector.epoch import MARKERS_PER_CALL, marker, newest_epoch
+from kvpool_connector.epoch import MARKERS_PER_CALL, MAX_CALLS, marker, newest_epoch
 from kvpool_connector.lookup import Lookup, StoreLookup
 from kvpool_connector.lookup_socket import LookupServer, SocketLookup
 from kvpool_connector.outage import Outage
+from kvpool_connector.scheduler import MAX_MOVES
 
 
 def bench_with(*blocks: int) -> Bench:
@@ -111,13 +112,15 @@ def test_a_load_between_steps_that_a_reset_overtakes_is_not_saved() -> None:
 
 
 @pytest.mark.parametrize("fault", ["refused", "lied"])
-def test_a_reset_that_the_store_did_not_confirm_is_none_but_holds_here(fault: str) -> None:
+def test_a_reset_that_the_store_did_not_confirm_is_none_but_holds_here(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = bench_with(0, 1)
-    mark = bench.lookup.mark
-    bench.lookup.mark = lambda key: Status.UNAVAILABLE if fault == "refused" else Status.OK  # type: ignore[method-assign]
+    answer = Status.UNAVAILABLE if fault == "refused" else Status.OK
+    monkeypatch.setattr(bench.lookup, "mark", lambda key: answer)
     assert not bench.scheduler.reset()
     assert bench.scheduler.num_matched_tokens(bench.view(65), 0)[0] == 0
-    bench.lookup.mark = mark  # type: ignore[method-assign]
+    monkeypatch.undo()
     assert marker("n", 1) not in bench.lookup.present
     bench.scheduler.num_matched_tokens(bench.view(65, "later"), 0)
     assert marker("n", 1) in bench.lookup.present
@@ -131,7 +134,7 @@ def test_a_marker_whose_owner_died_is_written_again() -> None:
     assert bench.lookup.present == {marker("n", 1)}
 
 
-def test_a_store_that_says_nothing_of_the_epoch_says_nothing_of_blocks() -> None:
+def test_a_store_that_says_nothing_of_the_epoch_says_nothing_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_with(0, 1)
     exist = bench.lookup.exist
 
@@ -140,8 +143,25 @@ def test_a_store_that_says_nothing_of_the_epoch_says_nothing_of_blocks() -> None
             Status.UNAVAILABLE if not parse_key(k).fingerprint else s for k, s in zip(keys, exist(keys), strict=True)
         ]
 
-    bench.lookup.exist = silent  # type: ignore[method-assign]
+    monkeypatch.setattr(bench.lookup, "exist", silent)
     assert bench.scheduler.num_matched_tokens(bench.view(65), 0)[0] == 0
+
+
+@pytest.mark.timeout(10)
+def test_a_store_that_says_yes_to_everything_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    calls = 0
+
+    def yes(keys: Sequence[str]) -> list[Status]:
+        nonlocal calls
+        calls += 1
+        return [Status.OK] * len(keys)
+
+    assert newest_epoch(yes, "n") == calls * MARKERS_PER_CALL
+    monkeypatch.setattr(bench.lookup, "exist", yes)
+    calls = 0
+    assert bench.scheduler.num_matched_tokens(bench.view(65), 0) == (0, False)
+    assert calls <= MAX_MOVES * (1 + MAX_CALLS)
 
 
 def test_before_the_workers_have_announced_themselves_there_is_no_reset() -> None:

@@ -374,7 +374,7 @@ class TestSeveralGroups:
         assert saved(bench.schedule(view, 80, 20, [[4], [16, 17]], False)) == [(0, 2), (0, 3), (1, 16)]
 
 
-def test_lookups_and_tokens_are_counted_once_by_outcome_and_source() -> None:
+def test_lookups_and_tokens_are_counted_once_by_outcome_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     view = bench.view(70)
     bench.store(view, [1, 2])
@@ -384,7 +384,7 @@ def test_lookups_and_tokens_are_counted_once_by_outcome_and_source() -> None:
     bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 0)
     bench.scheduler.num_matched_tokens(bench.view(15, "short"), 0)
     bench.scheduler.num_matched_tokens(bench.view(17, "miss"), 0)
-    bench.lookup.exist = lambda keys: [Status.TIMEOUT] * len(keys)  # type: ignore[method-assign]
+    monkeypatch.setattr(bench.lookup, "exist", lambda keys: [Status.TIMEOUT] * len(keys))
     bench.scheduler.num_matched_tokens(bench.view(17, "down"), 0)
     counts = bench.scheduler.counters.totals()
     assert {name: counts.get(f"lookups_{name}") for name in ("hit", "short", "miss", "unanswered")} == {

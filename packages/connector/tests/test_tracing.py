@@ -46,10 +46,10 @@ def test_a_lookup_is_a_span(present: range, result: str, found: int) -> None:
     assert [job.trace_headers for job in bench.scheduler.build_step([]).loads] == [HEADERS] * bool(found)
 
 
-def test_an_outage_is_told_from_a_miss() -> None:
+def test_an_outage_is_told_from_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[Span] = []
     bench = Bench(trace=spans.append)
-    bench.lookup.exist = lambda keys: [Status.UNAVAILABLE] * len(keys)  # type: ignore[method-assign]
+    monkeypatch.setattr(bench.lookup, "exist", lambda keys: [Status.UNAVAILABLE] * len(keys))
     bench.scheduler.num_matched_tokens(bench.view(70), 0)
     assert spans[0].attributes["kvpool.result"] == "unanswered"
 

@@ -52,7 +52,6 @@ def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], order: 
             block_size=group.kv_cache_spec.block_size,
             num_blocks=cache_config.num_blocks,
             order=order,
-            # It names the components, and nothing else.
             kind=_kind_of(group.kv_cache_spec, config),
             context_size=context_size,
         )
@@ -61,6 +60,7 @@ def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], order: 
 
 
 def _kind_of(spec: Any, config: Any) -> str:
+    """`state` has no tokens in its pages; the others only name components differently."""
     if "Mamba" in type(spec).__name__:
         return "state"
     return "latent" if config.model_config.use_mla else "attention"

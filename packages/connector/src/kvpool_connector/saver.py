@@ -100,6 +100,7 @@ class Saver:
                 try:
                     job()
                 except Exception:
+                    # The thread must live on: all later saves are its.
                     logger.exception("event=save_failed blocks=0")
                 continue
             try:

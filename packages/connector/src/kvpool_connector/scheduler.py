@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 HIT_MEMORY_S = 1.0
 """How long a lookup's result serves a request that waits for room; well below a lease, which the lookup granted."""
 
+MAX_MOVES = 3
+"""How often one lookup follows a reset that comes while it asks."""
+
 Tables = Sequence[Sequence[int | None]]
 """Block ids by group and block index; None where the engine holds no block."""
 
@@ -189,7 +192,7 @@ class PoolScheduler:
     def _ask(self, view: RequestView, spans: Sequence[tuple[int, int, int]]) -> list[Status]:
         """Statuses of all objects of the blocks `start .. end` of each group, in the newest epoch that has begun."""
         assert self._shards is not None
-        while True:
+        for _ in range(MAX_MOVES):
             keys: list[str] = []
             for group, (rule, (start, end, _)) in enumerate(zip(self._rules, spans, strict=True)):
                 for index in range(start, end):
@@ -201,10 +204,11 @@ class PoolScheduler:
             if begun is Status.MISS and epoch:
                 # Its owner is gone, or the reset could not tell the store. Those who start later must know.
                 self._lookup.mark(this)
-            if ended is Status.OK:
-                self._shards.move(newest_epoch(self._lookup.exist, self._shards.namespace, epoch + 1))
-                continue
-            return statuses if ended is Status.MISS else [ended] * len(keys)
+            if ended is not Status.OK:
+                return statuses if ended is Status.MISS else [ended] * len(keys)
+            self._shards.move(newest_epoch(self._lookup.exist, self._shards.namespace, epoch + 1))
+        # Resets come faster than they are followed, or the store says yes to everything: no answer to rely on.
+        return [Status.UNAVAILABLE] * len(keys)
 
     def _follow_resets(self) -> None:
         """Where nothing is looked up: ask at times whether others have reset the pool."""

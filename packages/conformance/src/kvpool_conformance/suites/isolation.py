@@ -23,6 +23,17 @@ OTHERS: dict[str, Deployment] = {
 """Deployments that differ from `GQA` in one thing that decides the bytes, or in the namespace."""
 
 
+def assert_strangers(backend: CacheBackend, first: Deployment, second: Deployment) -> None:
+    """What either stores the other misses, and fails to load rather than lies."""
+    for ours, theirs in ((first, second), (second, first)):
+        contents = {1: fresh(), 2: fresh()}
+        with node_of(backend, ours) as source, node_of(backend, theirs) as target:
+            save_all(source, contents)
+            assert target.hits(list(contents.values())) == 0
+            target.poison()
+            assert target.load(contents) == {1, 2}
+
+
 @pytest.mark.kvpool_capability("isolation of deployments")
 class Isolation:
     """Subclass, and give a fixture `backend` that returns a `CacheBackend`."""
@@ -30,27 +41,13 @@ class Isolation:
     @pytest.mark.parametrize("difference", OTHERS)
     def test_deployments_that_differ_do_not_share(self, backend: CacheBackend, difference: str) -> None:
         """Same content names, one store: no hit across, in either direction, and a load fails rather than lies."""
-        first, second = offered(backend, GQA), offered(backend, OTHERS[difference])
-        for ours, theirs in ((first, second), (second, first)):
-            contents = {1: fresh(), 2: fresh()}
-            with node_of(backend, ours) as source, node_of(backend, theirs) as target:
-                save_all(source, contents)
-                assert target.hits(list(contents.values())) == 0
-                target.poison()
-                assert target.load(contents) == {1, 2}
+        assert_strangers(backend, offered(backend, GQA), offered(backend, OTHERS[difference]))
 
     @pytest.mark.parametrize("family", ["mla", "sparse-split"])
     def test_byte_orders_do_not_share(self, backend: CacheBackend, family: str) -> None:
         """ND and NZ have equal shapes and sizes: only the configuration tells them apart."""
         rows = offered(backend, Deployment(NAMED_CASES[family]).with_case(rope_dim=16))
-        fractal = offered(backend, rows.with_case(kv_nz=True))
-        for ours, theirs in ((rows, fractal), (fractal, rows)):
-            contents = {1: fresh(), 2: fresh()}
-            with node_of(backend, ours) as source, node_of(backend, theirs) as target:
-                save_all(source, contents)
-                assert target.hits(list(contents.values())) == 0
-                target.poison()
-                assert target.load(contents) == {1, 2}
+        assert_strangers(backend, rows, offered(backend, rows.with_case(kv_nz=True)))
 
     def test_quantised_and_plain_indexers_do_not_share(self, backend: CacheBackend) -> None:
         """C8 on and off, made to have equal byte counts."""
@@ -58,11 +55,7 @@ class Isolation:
         quantised = offered(
             backend, Deployment(NAMED_CASES["sparse-bundled"]).with_case(dtype="int8", index_dim=16, c8="int8")
         )
-        contents = {1: fresh()}
-        with node_of(backend, plain) as source, node_of(backend, quantised) as target:
-            save_all(source, contents)
-            assert target.hits(list(contents.values())) == 0
-            assert target.load(contents) == {1}
+        assert_strangers(backend, plain, quantised)
 
     @pytest.mark.parametrize(("saved_at", "loaded_at"), [(1, 8), (8, 1), (4, 2)])
     @pytest.mark.kvpool_capability("sharing over ranks")
