@@ -14,6 +14,7 @@ from kvpool_connector.contract import shards
 FOUND_AT = {
     "blocks are saved on top of a load that may have failed": 48,
     "the last token of an answer is taken as computed": 21,
+    "blocks of failed loads stay in the engine's cache": 73,
     "keys do not tell adapters and salts apart": 7,
     "loads between steps are never told to have ended": 3,
     "loads that failed between steps count as loaded": 3,
@@ -99,6 +100,12 @@ wrap(
         if local < (found := right(self, view, local)) and found + self._alignment < view.num_tokens
         else found
     ),
+)
+plant(
+    "blocks of failed loads stay in the engine's cache",
+    scheduler.PoolScheduler,
+    "_evict_failed",
+    lambda self, failed: None,
 )
 wrap(
     "the last token of an answer is taken as computed",

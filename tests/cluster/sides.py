@@ -10,6 +10,7 @@ from kvpool_connector.metadata import LoadReport, StepMetadata
 from kvpool_connector.scheduler import PoolScheduler
 from kvpool_connector.worker import PoolWorker
 from kvpool_simulator.engine import ConnectorOutput, Order, Request, RequestStatus, SchedulerOutput
+from kvpool_simulator.engine.blocks import BlockPool
 from kvpool_simulator.engine.sides import Allocated
 
 ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -50,6 +51,9 @@ class PoolSchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         completed = request.status in ENDED_BY_ITSELF
         return self.scheduler.finished(request.request_id, request.num_tokens, completed=completed), None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self.scheduler.bind_cache(gpu_block_pool.evict_blocks)
 
     def reset_cache(self) -> bool:
         return self.scheduler.reset()

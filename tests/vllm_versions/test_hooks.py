@@ -19,6 +19,7 @@ BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 
 ABSENT: dict[str, dict[str, str]] = {
     "0.14.1": {
+        "bind_gpu_block_pool": "blocks of failed loads cannot be evicted, so all loads go between steps",
         "build_connector_worker_meta": "failed blocks tell of failed loads, after the steps in flight",
         "get_transfer_results": "get_finished; nothing is loaded for models with several groups",
         "requires_kv_delivery": "the engine has no such notion: saves are best effort anyway",
@@ -41,6 +42,7 @@ FIELDS: dict[str, str] = {
     "vllm/v1/core/sched/output.py": """scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens req_id block_ids
         num_computed_tokens req_ids resumed_req_ids new_block_ids""",
     "vllm/v1/core/kv_cache_utils.py": "block_id is_null",
+    "vllm/v1/core/block_pool.py": "evict_blocks",
     "vllm/v1/core/kv_cache_manager.py": "blocks",
     "vllm/v1/kv_cache_interface.py": """num_blocks kv_cache_groups layer_names kv_cache_spec block_size sliding_window
         attention_chunk_size""",

@@ -272,6 +272,46 @@ def test_blocks_that_the_engine_knows_to_have_failed_fail_their_request() -> Non
     assert bench.scheduler.num_matched_tokens(view, 0) == (0, False)
 
 
+@pytest.mark.parametrize("how", ["runs", "preempted", "aborted", "another was aborted"])
+def test_what_did_not_load_is_taken_out_of_the_engines_cache(how: str) -> None:
+    """And all that was computed on it, whatever has become of the request meanwhile."""
+    bench, evicted = Bench(), set[int]()
+    bench.scheduler.bind_cache(evicted.update)
+    view = bench.view(70)
+    bench.store(view, [0, 1])
+    bench.scheduler.num_matched_tokens(view, 0)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 32)
+    bench.schedule(view, 32, 38, [[1, 2, 3, 4, 5]], True)
+    expected = {1, 2, 3, 4, 5}
+    if how == "preempted":
+        bench.scheduler.allocated(view, [[9, 8, 7, 6, 11]], 0)
+        bench.schedule(view, 0, 70, [[9, 8, 7, 6, 11]], True)
+    elif how == "aborted":
+        bench.scheduler.finished("r", 71, completed=False)
+    elif how == "another was aborted":
+        other = bench.view(50, "other")
+        bench.scheduler.allocated(other, [[20, 1, 2, 21]], 0)
+        bench.schedule(other, 48, 2, [[20, 1, 2, 21]], True)
+        bench.scheduler.finished("other", 51, completed=False)
+        expected |= {21}
+    bench.scheduler.report(LoadReport(failed=frozenset({"r"})))
+    assert evicted == expected
+    bench.scheduler.report(LoadReport(failed=frozenset({"r"})))
+    assert evicted == expected
+
+
+def test_what_loaded_stays_in_the_engines_cache() -> None:
+    bench, evicted = Bench(), set[int]()
+    bench.scheduler.bind_cache(evicted.update)
+    view = bench.view(70)
+    bench.store(view, [0, 1])
+    bench.scheduler.num_matched_tokens(view, 0)
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 32)
+    bench.schedule(view, 32, 38, [[1, 2, 3, 4, 5]], True)
+    bench.scheduler.report(LoadReport(loaded=frozenset({"r"})))
+    assert evicted == set()
+
+
 def test_a_failed_load_is_not_tried_again() -> None:
     bench = Bench()
     view = bench.view(70)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvpool_connector.contract.clock import Clock, MonotonicClock
@@ -62,6 +62,8 @@ class _Unconfirmed:
 
     block_ids: frozenset[int]
     step: int
+    left: list[Sequence[int | None]] = field(default_factory=list)
+    """Block tables with some of these blocks, of requests that have ended or begun anew since."""
 
 
 class PoolScheduler:
@@ -106,7 +108,12 @@ class PoolScheduler:
         self._confirm_after_steps = confirm_after_steps
         self._num_steps = 0
         self._epoch_expires = 0.0
+        self._evict: Callable[[set[int]], None] = lambda block_ids: None
         self.counters = Counters()
+
+    def bind_cache(self, evict: Callable[[set[int]], None]) -> None:
+        """`evict` takes blocks out of the engine's own prefix cache."""
+        self._evict = evict
 
     def set_shards(self, shards: ShardMap) -> None:
         """What the ranks hold; before it is known every lookup is a miss and nothing is saved."""
@@ -315,6 +322,7 @@ class PoolScheduler:
         if not request.replaces:
             tracker.append_blocks(tables)
             return {block_id for table in tables for block_id in table if block_id is not None}
+        self._leave(tracker)
         tracker.replace_blocks(tables)
         return {
             block_id
@@ -365,6 +373,8 @@ class PoolScheduler:
         """
         self._hits.pop(request_id, None)
         tracker = self._trackers.pop(request_id, None)
+        if tracker is not None:
+            self._leave(tracker)
         loaded = self._unconfirmed.pop(request_id, None)
         if tracker is None or not completed or not (self._saves and tracker.view.poolable and self._shards):
             if loaded is not None and not completed:
@@ -378,9 +388,31 @@ class PoolScheduler:
 
     def report(self, report: LoadReport) -> None:
         """What the workers, together, say of loads that have ended."""
-        for request_id in report.loaded | report.failed:
-            self._unconfirmed.pop(request_id, None)
+        ended = {r: self._unconfirmed.pop(r) for r in report.loaded | report.failed if r in self._unconfirmed}
+        self._evict_failed([ended[request_id] for request_id in report.failed if request_id in ended])
         self.loads_failed(report.failed)
+
+    def _leave(self, tracker: RequestTracker) -> None:
+        """A request lets go of its blocks; the engine's cache keeps them, whatever becomes of a load under way."""
+        for load in self._unconfirmed.values():
+            load.left.extend(table for table in tracker.block_ids if not load.block_ids.isdisjoint(table))
+
+    def _evict_failed(self, failed: Sequence[_Unconfirmed]) -> None:
+        """Take blocks that did not load, and all that was computed on them, out of the engine's prefix cache.
+
+        The engine itself (vLLM 0.32) starts over only requests that run: after a preemption or an abort with the load's
+        step in flight it would hand such blocks to the next request with that prompt.
+        """
+        if not failed:
+            return
+        bad = frozenset[int]().union(*(load.block_ids for load in failed))
+        tables = [table for load in failed for table in load.left]
+        tables += [table for tracker in self._trackers.values() for table in tracker.block_ids]
+        doubtful: set[int] = set()
+        for table in tables:
+            first = next((i for i, block_id in enumerate(table) if block_id in bad), len(table))
+            doubtful.update(block_id for block_id in table[first:] if block_id is not None)
+        self._evict(doubtful)
 
     def blocks_failed(self, block_ids: set[int]) -> None:
         """The engine was told that these blocks did not load."""

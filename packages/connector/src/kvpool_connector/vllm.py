@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -72,6 +73,9 @@ ENDED_BY_ITSELF = frozenset(
 # Absent before 0.23: the outcome of loads is then known by the failed blocks alone, after the steps in flight.
 REPORTS_LOADS = hasattr(vllm_base, "KVConnectorWorkerMetadata")
 _WorkerMetadataBase: Any = getattr(vllm_base, "KVConnectorWorkerMetadata", object)
+# Absent before 0.23: blocks of a failed load cannot be taken out of the engine's prefix cache, so loads that a step
+# computes on are not safe, and all go between steps.
+EVICTS_BLOCKS = hasattr(KVConnectorBase_V1, "bind_gpu_block_pool")
 # Absent before 0.32: with several KV cache groups the engine then crashes on a failed load, so nothing is loaded.
 REPORTS_FAILED_REQUESTS = hasattr(vllm_base, "KVConnectorTransferResults")
 _TransferResults: Any = getattr(vllm_base, "KVConnectorTransferResults", None)
@@ -231,7 +235,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._make_lookup(store_settings, outage),
             loads=can_fail and (not consumer or settings.consumer_is_to_load),
             saves=not consumer or settings.consumer_is_to_put,
-            load_between_steps=settings.load_async,
+            load_between_steps=settings.load_async or not EVICTS_BLOCKS,
             save_decode_cache=settings.save_decode_cache,
             # One step may be in flight with asynchronous scheduling, and one a stage with pipeline parallelism.
             confirm_after_steps=None if REPORTS_LOADS else 1 + self._topology.pp_size,
@@ -384,6 +388,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same for several groups."""
         return self.request_finished(request, [])
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """The engine's prefix cache, from which blocks of failed loads are taken."""
+        self._schedulers().bind_cache(gpu_block_pool.evict_blocks)
 
     def reset_cache(self) -> bool:
         """See `kvpool_connector.scheduler.PoolScheduler.reset`."""

@@ -80,6 +80,11 @@ class BlockPool:
             del self._cached[block.content]
             block.content = None
 
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """The same by number, for connectors (vLLM: `BlockPool.evict_blocks`)."""
+        for block_id in block_ids:
+            self.forget(self.blocks[block_id])
+
     def find(self, content: Content) -> Block | None:
         """A block that holds `content`."""
         return self._cached.get(content)

@@ -154,17 +154,6 @@ class Tables:
                     self.pool.remember(table[index], self._content(request, number, index))
             counts[number] = max(counts[number], full)
 
-    def forget_from(self, request: Request, num_tokens: int) -> None:
-        """What lies behind the first `num_tokens` tokens is wrong until it is computed again."""
-        counts = self._num_cached.get(request.request_id)
-        for number, (group, table) in enumerate(zip(self.groups, self.of(request.request_id), strict=True)):
-            first = num_tokens // group.tokens
-            for block in table[first:]:
-                if not block.is_null:
-                    self.pool.forget(block)
-            if counts is not None:
-                counts[number] = min(counts[number], first)
-
     def drop_skipped(self, request: Request, num_tokens: int) -> None:
         """Give back blocks that nobody reads who computes on from `num_tokens`."""
         for group, table in zip(self.groups, self.of(request.request_id), strict=True):

@@ -87,6 +87,7 @@ class Scheduler:
         self.limits = limits
         self.connector = connector
         self.pool = BlockPool(limits.num_blocks)
+        connector.bind_gpu_block_pool(self.pool)
         self.tables = Tables(groups, self.pool, hash_block_size, limits.caching)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -460,8 +461,8 @@ class Scheduler:
             bad.update(table[hit[0] :])
             affected.add(request.request_id)
             request.num_computed_tokens = hit[0] * group.tokens
+            # As in vLLM with `recompute`, whoever asks for them still finds the blocks in the prefix cache.
             self._void(request)
-            self.tables.forget_from(request, request.num_computed_tokens)
         return affected
 
     def _take_up_transfers(self, connector_output: ConnectorOutput) -> None:

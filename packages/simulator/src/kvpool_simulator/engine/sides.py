@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from kvpool_simulator.engine.blocks import Block
+from kvpool_simulator.engine.blocks import Block, BlockPool
 from kvpool_simulator.engine.request import Request
 
 
@@ -105,6 +105,10 @@ class SchedulerSide(Protocol):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; True to keep its blocks until the workers say that it is sent."""
+        ...
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """The engine's block pool, once, before anything else."""
         ...
 
     def reset_cache(self) -> bool:
