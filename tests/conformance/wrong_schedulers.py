@@ -314,6 +314,14 @@ wrap(
     lambda right, self, request_id, num_tokens, completed: right(self, request_id, num_tokens, completed=False),
     "test_scheduler:test_a_request_that_ends_in_the_step_of_its_load_is_still_saved",
 )
+plant(
+    "what did not load stays in the engine's cache",
+    PoolScheduler,
+    "_evict_failed",
+    lambda self, failed: None,
+    "test_scheduler:test_what_did_not_load_is_taken_out_of_the_engines_cache",
+    how="aborted",
+)
 wrap(
     "the last token of an answer is taken as computed",
     PoolScheduler,

@@ -30,6 +30,13 @@ def children(connector: Any) -> Sequence[Any]:
     return [one for one in getattr(connector, "_connectors", [connector]) if hasattr(one, "_workers")]
 
 
+def evicts_from_the_engines_cache(engine: Any) -> bool:
+    """Whether blocks of failed loads are taken out of this engine's own prefix cache."""
+    scheduler = scheduler_of(engine)
+    pool = scheduler.kv_cache_manager.block_pool
+    return all(one._schedulers()._evict == pool.evict_blocks for one in children(scheduler.connector))
+
+
 def scheduler_of(engine: Any) -> Any:
     """The engine's scheduler."""
     return engine.engine_core.engine_core.scheduler

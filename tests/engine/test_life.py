@@ -27,6 +27,7 @@ def test_a9_lost_blocks_are_computed_instead(
     pooled: Pooled, baseline: Baseline, kind: str, between: bool, fault: str
 ) -> None:
     running = pooled(kind, between)
+    assert running.perform("evicts_from_the_engines_cache")
     before = loads(running.counts())
     with running.fault(fault):
         assert_same(running.generate(PROMPTS), baseline(kind))

@@ -35,6 +35,7 @@ def test_beside_another(
     others = unseen(f"{place} {kind}")
     made = beside(filled(kind), lambda own: [own, BYSTANDER] if place == "first" else [BYSTANDER, own])
     with engine(made) as running:
+        assert running.perform("evicts_from_the_engines_cache")
         # The other's handshake may hide ours; the first step brings it.
         running.generate(FIRST)
         answers = running.generate(PROMPTS)
