@@ -51,14 +51,16 @@ def test_evict_amount(fresh_world: World) -> None:
     assert gone(fresh_world, keys) == keys[:10]
 
 
-@claim("evict-flags", "watermark 0.5 and ratio 0.2: of 33 MiB of 64, 8 objects go")
+@claim("evict-flags", "watermark 0.5 and ratio 0.25: of 33 MiB of 64, 9 objects go")
 def test_evict_flags(make_world: Callable[..., World]) -> None:
-    world = make_world(eviction_high_watermark_ratio=0.5, eviction_ratio=0.2)
+    # A round may run while the last put has its space and has not ended: it then counts one object less.
+    # 0.266 of 33 and of 32 objects are both 9 (rounded up), so that the moment does not matter.
+    world = make_world(eviction_high_watermark_ratio=0.5, eviction_ratio=0.25)
     client = world.client(64 * MIB)
     fill(world, client, named(32))
     assert gone(world, named(32)) == []
     fill(world, client, ["x"])
-    assert gone(world, named(32)) == named(8)
+    assert gone(world, named(32)) == named(9)
 
 
 @claim("evict-ratio-zero", "with ratio 0, one object goes at a time, until the watermark is respected")
