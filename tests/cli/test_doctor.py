@@ -11,6 +11,8 @@ import pytest
 from kvpool_connector.cli.finding import Level
 from kvpool_connector.cli.machine import hash_seed, locked_memory, memory
 from kvpool_connector.config import GIB, PoolSettings, StoreSettings
+from kvpool_connector.contract.status import Status
+from kvpool_connector.hashing import Hashing, check_hashing, hashing_key
 from tests.cli.pool import SEED, Pool, fill
 
 FAST = ("--model", "qwen3-8b", "--blocks", "1", "--extra-config", '{"max_bytes_per_call": "20MB"}')
@@ -77,6 +79,23 @@ def test_foreign_objects_in_the_namespace_are_a_finding(pool: Pool, namespace: s
     found = by_check(pool.ask("doctor", *FAST[:-1], extra, status=1))
     assert found["namespace"]["level"] == "warning"
     assert foreign in found["namespace"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "level", "remedy"),
+    [(SEED, "ok", ""), ("8", "warning", "PYTHONHASHSEED=8"), (None, "warning", "without PYTHONHASHSEED")],
+)
+def test_b11_an_environment_that_would_hit_nothing_is_a_finding(
+    pool: Pool, namespace: str, seed: str | None, level: str, remedy: str
+) -> None:
+    check_hashing(Hashing("sha256", seed, "ab"), pool.store, namespace, 0)
+    extra = json.dumps({"max_bytes_per_call": "20MB", "namespace": namespace})
+    found = by_check(pool.ask("doctor", *FAST[:-1], extra, status=level == "warning"))["hashes"]
+    assert found["level"] == level
+    assert remedy in found["remedy"]
+    assert "sha256" in found["what"]
+    pool.ask("clear", "--namespace", namespace, "--yes", "--force")
+    assert pool.store.exist([hashing_key(namespace, 0)]) == [Status.MISS]
 
 
 def test_deployments_that_do_not_share_are_a_finding(pool: Pool, namespace: str) -> None:

@@ -117,19 +117,20 @@ class Engine:
 
     def _answer(self, what: str, limit_s: float) -> Any:
         if not self._connection.poll(limit_s):
-            raise EngineError(f"the engine did not {what} within {limit_s:g} s; it printed:\n{self._printed()}")
+            raise EngineError(f"the engine did not {what} within {limit_s:g} s; it printed:\n{self.printed()}")
         try:
             done, value = self._connection.recv()
         except (EOFError, ConnectionResetError) as error:
             self._process.join(10)
             raise EngineError(
-                f"the engine ended with {self._process.exitcode} instead of: {what}; it printed:\n{self._printed()}"
+                f"the engine ended with {self._process.exitcode} instead of: {what}; it printed:\n{self.printed()}"
             ) from error
         if not done:
             raise EngineError(value)
         return value
 
-    def _printed(self) -> str:
+    def printed(self) -> str:
+        """The end of what the engine's process has printed."""
         return self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
 
     def close(self) -> None:

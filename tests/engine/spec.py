@@ -34,6 +34,8 @@ class EngineSpec:
     """Where the connector is; None for one of vLLM's own."""
     role: str = "kv_both"
     policy: str = "recompute"
+    hash_seed: str = "0"
+    """`PYTHONHASHSEED`"""
     mooncake_json: Path | None = None
     tensor_parallel_size: int = 1
     processes: bool = False
@@ -51,7 +53,8 @@ class EngineSpec:
 
     def environment(self) -> dict[str, str]:
         """Environment variables of the engine's process."""
-        variables = {**BASE_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if self.processes else "0"}
+        variables = {**BASE_ENVIRONMENT, "PYTHONHASHSEED": self.hash_seed}
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.processes else "0"
         if "OMP_NUM_THREADS" in os.environ:
             variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         elif self.tensor_parallel_size > 1:

@@ -41,7 +41,8 @@ FIELDS: dict[str, str] = {
         pooling_params trace_headers status FINISHED_STOPPED FINISHED_LENGTH_CAPPED""",
     "vllm/v1/core/sched/output.py": """scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens req_id block_ids
         num_computed_tokens req_ids resumed_req_ids new_block_ids""",
-    "vllm/v1/core/kv_cache_utils.py": "block_id is_null",
+    "vllm/v1/core/kv_cache_utils.py": "block_id is_null hash_block_tokens",
+    "vllm/utils/hashing.py": "get_hash_fn_by_name",
     "vllm/v1/core/block_pool.py": "evict_blocks",
     "vllm/v1/core/kv_cache_manager.py": "blocks",
     "vllm/v1/kv_cache_interface.py": """num_blocks kv_cache_groups layer_names kv_cache_spec block_size sliding_window
@@ -50,7 +51,7 @@ FIELDS: dict[str, str] = {
     "vllm/config/kv_transfer.py": "kv_connector_extra_config kv_role kv_load_failure_policy",
     "vllm/config/parallel.py": "tensor_parallel_size pipeline_parallel_size",
     "vllm/config/model.py": "use_mla get_total_num_kv_heads revision quantization dtype",
-    "vllm/config/cache.py": "cache_dtype block_size",
+    "vllm/config/cache.py": "cache_dtype block_size prefix_caching_hash_algo",
     "vllm/config/observability.py": "otlp_traces_endpoint",
     "vllm/config/vllm.py": "observability_config",
     "vllm/distributed/parallel_state.py": "get_pp_group get_tp_group rank_in_group",

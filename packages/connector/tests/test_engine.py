@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from types import SimpleNamespace as Thing
 from typing import Any
 
@@ -14,6 +16,7 @@ from kvpool_connector.contract.topology import Topology
 from kvpool_connector.engine import (
     groups_of,
     hash_block_size_of,
+    hashing_of,
     model_of,
     order_of,
     rule_of,
@@ -22,6 +25,7 @@ from kvpool_connector.engine import (
     topology_of,
     view_of,
 )
+from kvpool_connector.hashing import Hashing
 
 
 def config(**parallel: int) -> Any:
@@ -142,3 +146,26 @@ def test_layers_of_other_stages_are_left_out() -> None:
     cache = Thing(num_blocks=4, kv_cache_groups=[Thing(layer_names=["a", "b"], kv_cache_spec=spec)])
     (group,) = groups_of(config(), cache, {"b": object()}, "HND")
     assert (group.layer_names, group.num_blocks, group.order, group.kind) == (("b",), 4, "HND", "attention")
+
+
+def test_b11_how_the_engine_names_blocks() -> None:
+    def digest(value: Any) -> bytes:
+        return hashlib.sha256(repr(value).encode()).digest()
+
+    def hash_block(digest: Any, parent: bytes, tokens: Any) -> bytes:
+        return bytes(digest((parent, tokens)))
+
+    def found(default_seed: Any, environ: dict[str, str]) -> Hashing:
+        return hashing_of("sha256", digest, hash_block, default_seed, environ)
+
+    def fixed(digest: Any) -> str:
+        return "fixed"
+
+    # vLLM up to 0.23 without a seed, and a newer one with an algorithm for which it has no fixed one.
+    assert found(None, {}) == Hashing("sha256", None, "")
+    assert found(lambda digest: os.urandom(8).hex(), {}) == Hashing("sha256", None, "")
+    samples = {found(seed, environ).sample for seed in (fixed, None) for environ in ({}, {"PYTHONHASHSEED": "1"})}
+    assert len(samples - {""}) == 2
+    assert found(None, {"PYTHONHASHSEED": "1"}) == found(fixed, {"PYTHONHASHSEED": "1"})
+    assert found(fixed, {}).seed is None
+    assert found(fixed, {"PYTHONHASHSEED": "fixed"}).sample == found(fixed, {}).sample

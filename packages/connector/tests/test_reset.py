@@ -184,7 +184,7 @@ def test_the_newest_epoch_is_found_over_gaps(begun: tuple[int, ...], newest: int
 
 
 def test_a_marker_is_a_key_of_its_namespace() -> None:
-    assert parse_key(marker("team a", 7)) == Key("team a", 7)
+    assert parse_key(marker("team a", 7)) == Key("team a", 7, name="reset")
     assert marker("team a", 7) == "kvpool1/team%20a/7/reset"
 
 

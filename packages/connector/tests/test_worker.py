@@ -17,6 +17,7 @@ from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.hashing import Hashing
 from kvpool_connector.host import HostDevice
 from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
 from kvpool_connector.registration import GroupSpec
@@ -35,6 +36,7 @@ class Rig:
         topology: Topology | None = None,
         rank: Rank | None = None,
         device: HostDevice | None = None,
+        hashing: Hashing | None = None,
         **settings: object,
     ) -> None:
         self.store = store or DictStore()
@@ -48,6 +50,7 @@ class Rig:
             rank or Rank(),
             ModelIdentity("tiny"),
             self.clock,
+            hashing=hashing,
         )
         self.caches = {
             f"model.layers.{i}.attn": (

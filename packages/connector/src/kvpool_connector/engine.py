@@ -5,7 +5,7 @@ The names are checked against vLLM 0.14.1, 0.23.0 and 0.32.0 (`tests/vllm_versio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvpool_connector.config import PoolSettings
@@ -13,9 +13,13 @@ from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.keys import tag_of
 from kvpool_connector.contract.topology import Topology
+from kvpool_connector.hashing import Hashing
 from kvpool_connector.registration import GroupSpec
 from kvpool_connector.scheduler import ScheduledRequest
 from kvpool_connector.tracker import GroupRule, RequestView
+
+SAMPLE_TOKENS = tuple(range(16))
+"""Of the block whose hash is compared between engines; any, but the same for ever."""
 
 
 def topology_of(config: Any) -> Topology:
@@ -41,6 +45,27 @@ def model_of(config: Any, settings: PoolSettings) -> ModelIdentity:
         quantization=str(model.quantization or ""),
         cache_dtype=str(config.cache_config.cache_dtype),
     )
+
+
+def hashing_of(
+    algorithm: str,
+    digest: Callable[[Any], bytes],
+    hash_block: Callable[..., bytes],
+    default_seed: Callable[[Any], str] | None,
+    environ: Mapping[str, str],
+) -> Hashing:
+    """How the engine names blocks: `hash_block` of a hash function, a parent's hash and tokens, from a root on.
+
+    `default_seed`: what the engine makes the root of where `PYTHONHASHSEED` is not set; None for random bytes.
+    """
+    seed = environ.get("PYTHONHASHSEED")
+    root = seed
+    if root is None and default_seed is not None:
+        # With an algorithm that would give a fixed one away it is drawn anew in every call.
+        root, again = default_seed(digest), default_seed(digest)
+        root = root if root == again else None
+    sample = "" if root is None else hash_block(digest, digest(root), SAMPLE_TOKENS).hex()
+    return Hashing(algorithm, seed, sample)
 
 
 def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], order: str) -> list[GroupSpec]:

@@ -18,7 +18,7 @@ MAX_CALLS = 16
 
 def marker(namespace: str, epoch: int) -> str:
     """Key of the object that is there once `epoch` has begun; epoch 0 needs none."""
-    return str(Key(namespace, epoch))
+    return str(Key(namespace, epoch, name="reset"))
 
 
 def newest_epoch(exist: Callable[[Sequence[str]], list[Status]], namespace: str, known: int = 0) -> int:

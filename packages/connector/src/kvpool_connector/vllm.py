@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
 from kvpool_connector.config import PoolSettings, StoreSettings
@@ -32,6 +34,7 @@ from kvpool_connector.contract.topology import Rank
 from kvpool_connector.engine import (
     groups_of,
     hash_block_size_of,
+    hashing_of,
     model_of,
     order_of,
     rule_of,
@@ -70,6 +73,8 @@ ENDED_BY_ITSELF = frozenset(
     if (status := getattr(RequestStatus, name, None)) is not None
 )
 
+# Absent before 0.32: without PYTHONHASHSEED every process then starts its block hashes from random bytes.
+DEFAULT_SEED = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
 # Absent before 0.23: the outcome of loads is then known by the failed blocks alone, after the steps in flight.
 REPORTS_LOADS = hasattr(vllm_base, "KVConnectorWorkerMetadata")
 _WorkerMetadataBase: Any = getattr(vllm_base, "KVConnectorWorkerMetadata", object)
@@ -199,7 +204,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = this_rank()
         trace = trace_of(self._vllm_config)
         settings = self._settings.beside(store_settings)
-        worker = PoolWorker(settings, store, device, self._topology, rank, model, trace=trace)
+        algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
+        hash_function = get_hash_fn_by_name(algorithm)
+        hashing = hashing_of(algorithm, hash_function, kv_cache_utils.hash_block_tokens, DEFAULT_SEED, os.environ)
+        worker = PoolWorker(settings, store, device, self._topology, rank, model, trace=trace, hashing=hashing)
         if store_settings.protocol == "ascend" and rank == Rank():
             worker.serve_lookups(self._lookup_path())
         return worker

@@ -29,6 +29,7 @@ from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import newest_epoch
 from kvpool_connector.fence import Fence
+from kvpool_connector.hashing import Hashing, check_hashing
 from kvpool_connector.integrity import SAMPLE_EVERY, Integrity
 from kvpool_connector.layer_cost import Work, pays
 from kvpool_connector.layer_loader import LayerLoad, LayerLoader
@@ -64,8 +65,9 @@ class PoolWorker:
         model: ModelIdentity,
         clock: Clock | None = None,
         trace: Trace | None = None,
+        hashing: Hashing | None = None,
     ) -> None:
-        """`store` is connected; the worker closes it."""
+        """`store` is connected; the worker closes it. `hashing`: how the engine names blocks, where that is known."""
         self._settings = settings
         self._store = store
         self._device = device
@@ -74,6 +76,7 @@ class PoolWorker:
         self._model = model
         self._clock = clock or MonotonicClock()
         self._trace = trace
+        self._hashing = hashing
         self._timers: dict[str, tuple[Timer, int]] = {}
         self.counters = Counters()
         self._writer = topology.writer(rank)
@@ -134,7 +137,9 @@ class PoolWorker:
         return announced
 
     def _describe(self, epoch: int) -> None:
-        """Keep the descriptors in the pool, for people and tools; a pool that is full or down does without."""
+        """Say in the pool what it holds, for people, tools and other engines; one that is full or down does without."""
+        if self._hashing is not None and self._rank == Rank():
+            check_hashing(self._hashing, self._store, self._settings.namespace, epoch)
         for index, (shard, descriptor) in enumerate(zip(self._shards, self._descriptors, strict=True)):
             if shard and descriptor and self._writer.index == 0:
                 self._store.write(self._shard(index, epoch).descriptor_key(), descriptor.to_json().encode())

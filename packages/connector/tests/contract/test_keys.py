@@ -20,6 +20,13 @@ def test_parsing_undoes_printing(namespace: str, epoch: int, fingerprint: str, b
     assert str(key).count("/") == 4
 
 
+@given(namespaces, st.integers(0, 10**9), st.sampled_from(["reset", "hashing"]))
+def test_objects_of_a_namespace_have_keys_too(namespace: str, epoch: int, name: str) -> None:
+    key = Key(namespace, epoch, name=name)
+    assert parse_key(str(key)) == key
+    assert str(key).endswith(f"/{epoch}/{name}")
+
+
 @given(
     st.text(max_size=80)
     | st.from_regex(r"kvpool1/[a-z%0-9]{1,6}/[0-9]{1,3}/[0-9a-f]{32}/[0-9a-z+]{0,20}", fullmatch=True)

@@ -35,10 +35,11 @@ def clear(
             "namespace are removed and the foreign ones stay"
         )
     shards = inventory.of(namespace)
-    if not shards:
+    hashings = [str(key) for key in inventory.hashings if key.namespace == namespace]
+    if not shards and not hashings:
         raise CommandError(f"the pool holds nothing of namespace {namespace!r}; `kvpool stat` lists what it holds")
     keys = [str(key) for objects in shards for key in objects.blocks]
-    keys += [objects.shard.descriptor_key() for objects in shards]
+    keys += [objects.shard.descriptor_key() for objects in shards] + hashings
     if not confirm(f"Remove {len(keys)} objects of namespace {namespace!r} from the pool?"):
         raise CommandError("nothing was removed")
     counts: Counter[Status] = Counter()

@@ -20,10 +20,12 @@ from kvpool_connector.config import DEFAULT_TENANT, PoolSettings, StoreSettings
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Store
+from kvpool_connector.epoch import newest_epoch
+from kvpool_connector.hashing import SECRET, read_hashing
 
 SLOW_BYTES_PER_S = 100e6
 """A transfer slower than this is taken for a fault; reads over TCP must fit the lease at this speed."""
-STORE_CHECKS = ("client", "registration", "self-test", "lease", "namespace")
+STORE_CHECKS = ("client", "registration", "self-test", "lease", "hashes", "namespace")
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Checkup:
         yield trip
         stored = trip.level is Level.WELL
         yield self._lease(store, settings) if stored else skipped("lease", "no object could be stored")
+        yield attempt("hashes", lambda: self._hashes(store), "whether engines hit is not known")
         if has_endpoint:
             yield attempt("namespace", lambda: self._namespace(store, settings), "who shares is not known")
         else:
@@ -142,6 +145,23 @@ class Checkup:
             limits = [self.session.environ.get(name, "10000") for name in names]
             return max(float(limit) if limit.isdigit() else 10000.0 for limit in limits) / 1000
         return self.pool.max_bytes_per_call / SLOW_BYTES_PER_S
+
+    def _hashes(self, store: Store) -> Finding:
+        """How those who store in the namespace make block hashes, against this environment."""
+        namespace, seed = self.pool.namespace, self.session.environ.get("PYTHONHASHSEED")
+        found = read_hashing(store, namespace, newest_epoch(store.exist, namespace))
+        if found is None:
+            return well("hashes", f"nobody has said yet how block hashes are made in namespace {namespace!r}")
+        if found.seed in (seed, SECRET):
+            return well("hashes", f"{found}; engines must have --prefix-caching-hash-algo {found.algorithm[:40]}")
+        return warning(
+            "hashes",
+            f"the block hashes of namespace {namespace!r} are made by {found}; here it is {seed!r}",
+            "an engine with this environment finds none of the blocks that are stored, and nobody finds its",
+            f"start every engine with {found.seed_in_words}"
+            if found.seed is not None
+            else "start every engine without PYTHONHASHSEED",
+        )
 
     def _namespace(self, store: Store, settings: StoreSettings) -> Finding:
         namespace = self.pool.namespace

@@ -34,6 +34,8 @@ class Inventory:
     """All keys of a pool, sorted."""
 
     shards: dict[Shard, ShardObjects]
+    hashings: list[Key]
+    """Where a namespace says how its block hashes are made."""
     foreign: list[str]
     """Keys under our prefix that are not of our grammar."""
     num_others: int
@@ -62,6 +64,7 @@ def _order(shard: Shard) -> tuple[str, int, str]:
 def take_inventory(keys: Iterable[str]) -> Inventory:
     """Sort keys by what they say of themselves."""
     shards: dict[Shard, ShardObjects] = {}
+    hashings: list[Key] = []
     foreign: list[str] = []
     num_others = 0
     for text in keys:
@@ -74,7 +77,9 @@ def take_inventory(keys: Iterable[str]) -> Inventory:
             foreign.append(text)
             continue
         if not key.fingerprint:
-            # The marker of a reset: without it an engine that starts would reach what was reset.
+            # The marker of a reset is not listed: without it an engine that starts would reach what was reset.
+            if key.name == "hashing":
+                hashings.append(key)
             continue
         shard = Shard(key.namespace, key.epoch, key.fingerprint)
         objects = shards.setdefault(shard, ShardObjects(shard, trouble="no descriptor object in the pool"))
@@ -82,7 +87,7 @@ def take_inventory(keys: Iterable[str]) -> Inventory:
             objects.blocks.append(key)
         else:
             objects.trouble = "descriptor not read"
-    return Inventory(shards, sorted(foreign), num_others)
+    return Inventory(shards, hashings, sorted(foreign), num_others)
 
 
 def read_descriptors(store: Store, endpoint: MasterEndpoint, shards: Sequence[ShardObjects]) -> None:

@@ -3,10 +3,11 @@
     object     = "kvpool1/" namespace "/" epoch "/" fingerprint "/" block_hash [ "+" tag ]
     descriptor = "kvpool1/" namespace "/" epoch "/" fingerprint "/descriptor"
     marker     = "kvpool1/" namespace "/" epoch "/reset"
+    hashing    = "kvpool1/" namespace "/" epoch "/hashing"
 
 `namespace` is a user's name with every byte outside `A-Z a-z 0-9 _ . - ~` percent-encoded; `epoch` a decimal number
-of at most 18 digits that a reset raises (a marker says that its epoch has begun); `fingerprint` 32 hexadecimal digits
-(`kvpool_connector.contract.descriptor`);
+of at most 18 digits that a reset raises (a marker says that its epoch has begun, `hashing` how its block hashes are
+made); `fingerprint` 32 hexadecimal digits (`kvpool_connector.contract.descriptor`);
 `block_hash` the engine's hash of the block and all before it, in hexadecimal; `tag` 16 hexadecimal digits that keep
 adapters and salts apart, absent when there are none.
 """
@@ -23,25 +24,27 @@ from kvpool_connector.contract.errors import KeyFormatError
 
 PREFIX = "kvpool1"
 _KEY = re.compile(
-    rf"{PREFIX}/(?P<namespace>[A-Za-z0-9_.~%-]+)/(?P<epoch>0|[1-9][0-9]{{0,17}})/(?:reset|(?P<fingerprint>[0-9a-f]{{32}})"
-    r"/(?:(?P<descriptor>descriptor)|(?P<block_hash>(?:[0-9a-f]{2})+)(?:\+(?P<tag>[0-9a-f]{16}))?))",
+    rf"{PREFIX}/(?P<namespace>[A-Za-z0-9_.~%-]+)/(?P<epoch>0|[1-9][0-9]{{0,17}})/"
+    r"(?:(?P<name>reset|hashing)|(?P<fingerprint>[0-9a-f]{32})/(?:descriptor|(?P<block_hash>(?:[0-9a-f]{2})+)(?:\+(?P<tag>[0-9a-f]{16}))?))",
     re.ASCII,
 )
 
 
 @dataclass(frozen=True)
 class Key:
-    """A parsed key. `block_hash` is empty for a descriptor's key, `fingerprint` too for the marker of an epoch."""
+    """A parsed key. `block_hash` is empty for a descriptor's key, `fingerprint` too for an object of the namespace."""
 
     namespace: str
     epoch: int
     fingerprint: str = ""
     block_hash: bytes = b""
     tag: str = ""
+    name: str = ""
+    """Of an object of the namespace itself, without a fingerprint: `reset`, the marker of an epoch, or `hashing`."""
 
     def __str__(self) -> str:
         if not self.fingerprint:
-            return f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}/reset"
+            return f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}/{self.name}"
         scope = scope_of(self.namespace, self.epoch, self.fingerprint)
         return object_key(scope, self.block_hash, self.tag) if self.block_hash else f"{scope}/descriptor"
 
@@ -74,6 +77,7 @@ def parse_key(text: str) -> Key:
         match["fingerprint"] or "",
         bytes.fromhex(match["block_hash"] or ""),
         match["tag"] or "",
+        match["name"] or "",
     )
     if str(key) != text:
         raise KeyFormatError(f"{text[:200]!r} is not in canonical form; expected {str(key)!r}")
