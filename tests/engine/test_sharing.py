@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvpool_connector.history import ask_engines
 from tests.engine.conftest import (
     assert_answered_from_pool,
     assert_fills_and_answers_from,
@@ -65,6 +66,18 @@ def test_what_the_engine_still_has_is_not_loaded(pooled: Pooled) -> None:
     # All of a prompt's full blocks are in the local cache now, and nothing beyond them is in the pool.
     assert [a.num_cached_tokens for a in answers] == [len(prompt) // 32 * 32 for prompt in PROMPTS]
     assert loads(running.counts()) == before
+
+
+def test_h2_an_engine_tells_what_it_decided_about_a_request(pooled: Pooled) -> None:
+    running, prompt = pooled("gqa"), unseen("explained")[0]
+    running.generate([prompt])
+    running.forget()
+    running.generate([[*prompt, *range(70)]])
+    known = [decision for decision in ask_engines("")[1] if decision.num_tokens == len(prompt) + 70]
+    (decision,) = known[-1:]
+    whole = len(prompt) // 32 * 32
+    assert (decision.result, decision.engine_tokens, decision.hit_tokens) == ("hit", 0, whole)
+    assert (decision.loaded_tokens, decision.block, len(decision.missing_keys)) == (whole, whole // 32, 1)
 
 
 def test_two_tensor_parallel_ranks(spec: Spec, baseline: Baseline) -> None:

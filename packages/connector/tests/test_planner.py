@@ -45,6 +45,14 @@ def test_what_is_kept_is_bounded_and_right_beyond_the_bound() -> None:
     assert planner.num_kept_addresses > 0
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_as_many_blocks_are_kept_as_have_room(at_once: bool) -> None:
+    planner = Planner(LAYOUT, max_kept_addresses=3 * len(pieces(0)))
+    for asked in [[0, 1, 2]] if at_once else [[0], [1], [2]]:
+        planner.addresses(asked)
+    assert planner.num_kept_addresses == 3 * len(pieces(0))
+
+
 def test_addresses_seen_before_are_the_same_objects_and_none_of_the_garbage_collectors() -> None:
     planner = Planner(LAYOUT)
     first = planner.addresses([1, 2])

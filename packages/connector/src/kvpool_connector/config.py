@@ -173,6 +173,8 @@ class PoolSettings(_Settings):
     """Checksums in every object, compared at every load or at one in sixteen."""
     audit_every: Annotated[int, Field(ge=0)] = 0
     """Of how many blocks stored one is read back and compared with what was handed over; 0: none is."""
+    remember_requests: Annotated[int, Field(ge=0)] = 1000
+    """Requests whose last lookup the scheduler side keeps in memory for `kvpool explain --request-id`; 0: none."""
     staging_bytes: Size = 256 * MIB
     """Bound of the staging area of one worker."""
     max_buffers_per_call: Annotated[int, Field(ge=1)] = 1900

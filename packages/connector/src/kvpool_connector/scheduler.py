@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from kvpool_connector.contract.shards import ShardMap
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import marker, newest_epoch
+from kvpool_connector.history import Decision, History
 from kvpool_connector.lookup import Lookup
 from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
 from kvpool_connector.tracing import Timer, Trace
@@ -82,6 +84,7 @@ class PoolScheduler:
         confirm_after_steps: int | None = None,
         clock: Clock | None = None,
         trace: Trace | None = None,
+        history: History | None = None,
     ) -> None:
         """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size.
 
@@ -98,6 +101,7 @@ class PoolScheduler:
         self._save_decode_cache = save_decode_cache
         self._clock = clock or MonotonicClock()
         self._trace = trace
+        self._history = history
         self._alignment = math.lcm(*(rule.block_size for rule in rules))
         self._shards: ShardMap | None = None
         self._hits: dict[str, _Hit] = {}
@@ -168,6 +172,7 @@ class PoolScheduler:
         limit = min(view.num_tokens - 1, hashed) // self._alignment * self._alignment
         if limit <= local:
             self.counters.add("lookups_short")
+            self._remember(view, "short", local, limit, local)
             return local
         spans = [
             (local // rule.block_size, limit // rule.block_size, len(self._shards.shards(group)))
@@ -185,16 +190,44 @@ class PoolScheduler:
                 at += num_shards
             present.append(blocks)
         boundary = limit
-        while boundary > local and not self._reaches(boundary, local, present):
-            boundary -= self._alignment
+        obstacle: tuple[int, int] | None = None
+        while boundary > local and (found := self._obstacle(boundary, local, present)):
+            obstacle = group, index = found
+            # A nearer boundary needs no block less of those in front of it, so none behind this block will do.
+            boundary = index * self._rules[group].block_size // self._alignment * self._alignment
         self.counters.add("lookup_hit_tokens", max(0, boundary - local))
         unanswered = any(status.outage for status in statuses)
         result = "hit" if boundary > local else "unanswered" if unanswered else "miss"
         self.counters.add(f"lookups_{result}")
         if timer:
-            found = max(0, boundary - local)
-            timer.end(result=result, keys=len(statuses), tokens=limit - local, hit_tokens=found)
+            num_found = max(0, boundary - local)
+            timer.end(result=result, keys=len(statuses), tokens=limit - local, hit_tokens=num_found)
+        self._remember(view, result, local, limit, max(boundary, local), obstacle, statuses, spans)
         return max(boundary, local)
+
+    def _remember(
+        self,
+        view: RequestView,
+        result: str,
+        local: int,
+        limit: int,
+        hit: int,
+        obstacle: tuple[int, int] | None = None,
+        statuses: Sequence[Status] = (),
+        spans: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        """For those who ask later. `obstacle`: group and index of the first block that was needed and not there."""
+        if self._history is None:
+            return
+        decision = Decision(view.request_id, time.time(), result, view.num_tokens, local, limit, hit)
+        if obstacle is not None and self._shards is not None:
+            decision.group, decision.block = group, index = obstacle
+            at = sum((end - start) * num_shards for start, end, num_shards in spans[:group])
+            at += (index - spans[group][0]) * spans[group][2]
+            keys = self._shards.keys(group, self._hash(view, self._rules[group], index), view.tag)
+            missing = (key for key, status in zip(keys, statuses[at:], strict=False) if status is not Status.OK)
+            decision.missing_keys, decision.block_keys = tuple(missing), len(keys)
+        self._history.looked_up(decision)
 
     def _ask(self, view: RequestView, spans: Sequence[tuple[int, int, int]]) -> list[Status]:
         """Statuses of all objects of the blocks `start .. end` of each group, in the newest epoch that has begun."""
@@ -250,12 +283,14 @@ class PoolScheduler:
             )
         return confirmed
 
-    def _reaches(self, boundary: int, local: int, present: Sequence[dict[int, bool]]) -> bool:
-        return all(
-            blocks[index]
-            for rule, blocks in zip(self._rules, present, strict=True)
-            for index in range(max(local // rule.block_size, rule.first_needed(boundary)), boundary // rule.block_size)
-        )
+    def _obstacle(self, boundary: int, local: int, present: Sequence[dict[int, bool]]) -> tuple[int, int] | None:
+        """Group and index of the first block that computing on from `boundary` needs and the pool has not."""
+        for group, (rule, blocks) in enumerate(zip(self._rules, present, strict=True)):
+            first = max(local // rule.block_size, rule.first_needed(boundary))
+            for index in range(first, boundary // rule.block_size):
+                if not blocks[index]:
+                    return group, index
+        return None
 
     def _hash(self, view: RequestView, rule: GroupRule, index: int) -> bytes:
         """The hash that stands for block `index` of a group and for all tokens before its end."""
@@ -272,6 +307,8 @@ class PoolScheduler:
             self.counters.add("tokens_computed", max(0, view.num_tokens - hit.num_computed_tokens - loaded))
         if num_external_tokens <= 0 or hit is None:
             return
+        if self._history is not None:
+            self._history.loading(view.request_id, num_external_tokens)
         start, end = hit.num_computed_tokens, hit.num_computed_tokens + num_external_tokens
         blocks: list[GroupBlocks] = []
         for group, (rule, table) in enumerate(zip(self._rules, tables, strict=True)):
@@ -431,6 +468,8 @@ class PoolScheduler:
         for request_id in request_ids:
             if tracker := self._trackers.get(request_id):
                 tracker.load_failed = True
+                if self._history is not None:
+                    self._history.load_failed(request_id)
                 tracker.num_saved = [0] * len(self._rules)
 
     @property

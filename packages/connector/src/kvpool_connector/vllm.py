@@ -43,7 +43,9 @@ from kvpool_connector.engine import (
     topology_of,
     view_of,
 )
+from kvpool_connector.history import History, serve_history
 from kvpool_connector.host import HostDevice
+from kvpool_connector.local_socket import LocalServer
 from kvpool_connector.lookup import Lookup, StoreLookup
 from kvpool_connector.lookup_socket import SocketLookup, socket_path
 from kvpool_connector.metadata import LoadReport, StepMetadata
@@ -183,6 +185,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._topology = topology_of(vllm_config)
         self._worker: PoolWorker | None = None
         self._scheduler: PoolScheduler | None = None
+        self._history_server: LocalServer | None = None
         self._announced: RankShards | None = None
         self._unreported: tuple[RankShards, ...] = ()
         self._begun: StepMetadata | None = None
@@ -237,6 +240,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "blocks are saved but not loaded. vLLM 0.32 can",
                 len(rules),
             )
+        history = History(settings.remember_requests) if settings.remember_requests else None
+        self._history_server = serve_history(history) if history else None
         return PoolScheduler(
             rules,
             hash_block_size_of(self._vllm_config, self._cache_config, self._topology),
@@ -248,6 +253,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # One step may be in flight with asynchronous scheduling, and one a stage with pipeline parallelism.
             confirm_after_steps=None if REPORTS_LOADS else 1 + self._topology.pp_size,
             trace=trace_of(self._vllm_config),
+            history=history,
         )
 
     def _make_lookup(self, store_settings: StoreSettings, outage: Outage) -> Lookup:
@@ -431,7 +437,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Store what is queued and leave."""
-        for side in (self._worker, self._scheduler):
+        for side in (self._history_server, self._worker, self._scheduler):
             if side:
                 side.close()
 

@@ -21,6 +21,7 @@ from kvpool_connector.cli.explain import Question, explain
 from kvpool_connector.cli.hashes import ALGORITHMS
 from kvpool_connector.cli.output import Answer, CommandError, show, show_error
 from kvpool_connector.cli.prompt import read_tokens, tokenize
+from kvpool_connector.cli.request import explain_request
 from kvpool_connector.cli.session import Session
 from kvpool_connector.cli.shapes import MODELS
 from kvpool_connector.cli.verify import verify
@@ -177,6 +178,7 @@ def _explain(
     hash_algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}.")] = "sha256",
     hash_block_size: Annotated[int, typer.Option(min=0, help="Tokens a hash; 0: the smallest block.")] = 0,
     salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
+    request_id: Annotated[str, typer.Option(help="What an engine here decided about this request.")] = "",
     all_blocks: Annotated[bool, typer.Option("--all", help="Show blocks that are there, too.")] = False,
     config: Config = "",
     master: Master = "",
@@ -184,10 +186,13 @@ def _explain(
     protocol: Protocol = "",
     as_json: Json = False,
 ) -> None:
-    """Which blocks of a prompt are in the pool, under which keys, and why no more of it is hit."""
+    """Which blocks of a prompt are in the pool, under which keys, and why no more of it is, or was, hit."""
     with session_of(ctx, as_json, config, master, endpoint, protocol) as (session, answer):
-        if (tokens_file is None) == (prompt_file is None):
-            raise CommandError("give one of --tokens-file and --prompt-file")
+        if sum(map(bool, (tokens_file, prompt_file, request_id))) != 1:
+            raise CommandError("give one of --tokens-file, --prompt-file and --request-id")
+        if request_id:
+            answer(explain_request(request_id))
+            return
         seed = session.environ.get("PYTHONHASHSEED", "") if hash_seed is None else hash_seed
         if not seed:
             raise CommandError(

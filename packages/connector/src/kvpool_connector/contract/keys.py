@@ -54,7 +54,7 @@ def scope_of(namespace: str, epoch: int, fingerprint: str) -> str:
     return f"{PREFIX}/{quote(namespace, safe='')}/{epoch}/{fingerprint}"
 
 
-def object_key(scope: str, block_hash: bytes, tag: str = "") -> str:
+def object_key(scope: str, block_hash: bytes, tag: str) -> str:
     """The key of one block's object under a scope. Requests have a thousand and more of them: nothing slow in here."""
     return f"{scope}/{block_hash.hex()}+{tag}" if tag else f"{scope}/{block_hash.hex()}"
 
