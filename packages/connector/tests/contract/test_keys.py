@@ -41,7 +41,7 @@ def test_a_text_is_refused_or_printed_back(text: str) -> None:
 
 def test_names_cannot_break_the_grammar() -> None:
     assert str(Key("a/b", 0, "0" * 32)) == f"kvpool1/a%2Fb/0/{'0' * 32}/descriptor"
-    assert str(Key("a/b", 1, "")) == "kvpool1/a%2Fb/1/reset"
+    assert str(Key("a/b", 1, name="reset")) == "kvpool1/a%2Fb/1/reset"
     assert str(Key("a", 0, "0" * 32, b"x")) != str(Key("a/0", 0, "0" * 32, b"x"))
 
 
