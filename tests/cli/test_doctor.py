@@ -33,6 +33,36 @@ def test_a_pool_in_order(pool: Pool) -> None:
     assert pool.keys() == before
 
 
+CHECKS = {
+    "versions": "other bytes or hooks than expected",
+    "configuration": "engines that do not start, or on another master",
+    "hash seed": "two nodes with other hashes of one prompt",
+    "memory": "segments that do not fit",
+    "locked memory": "staging that cannot be registered",
+    "lookup": "a scheduler that cannot ask",
+    "endpoint": "a pool without memory",
+    "client": "a master that cannot be reached",
+    "registration": "memory that the store refuses",
+    "self-test": "a store that returns other bytes, or nothing",
+    "lease": "objects that go between lookup and load",
+    "hashes": "engines whose hashes of one prompt differ",
+    "namespace": "deployments that differ and share nothing",
+}
+"""What makes a pool miss in silence, by the check that finds it."""
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["a pool in order", "no pool"])
+def test_h6_one_command_looks_at_all_that_makes_a_pool_miss(pool: Pool, up: bool) -> None:
+    if up:
+        environ = {"MOONCAKE_MASTER": pool.address, "PYTHONHASHSEED": SEED, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "16MB"}
+        found = by_check(pool.ask("doctor", *FAST, environ=environ, status=1 if tight(pool, environ) else 0))
+        assert {finding["level"] for finding in found.values()} <= {"ok", "warning"}
+    else:
+        dead = {"MOONCAKE_MASTER": "127.0.0.1:1"}
+        found = by_check(pool.ask("doctor", *FAST, status=2, environ=dead, endpoint="127.0.0.1:1"))
+    assert found.keys() == CHECKS.keys(), "what cannot be checked is said, not left out"
+
+
 def tight(pool: Pool, environ: dict[str, str]) -> bool:
     """Whether this machine's own memory is a warning."""
     settings = StoreSettings.from_environment(environ)
@@ -136,7 +166,7 @@ def test_bench_names_what_it_cannot_do(pool: Pool, tp_size: str, word: str) -> N
     assert "127.0.0.1:1" in pool.ask("bench", "--model", "qwen3-8b", "--master", "127.0.0.1:1", status=2)["error"]
 
 
-def test_segments_of_all_ranks_are_held_against_memory() -> None:
+def test_f7_segments_of_all_ranks_are_held_against_memory() -> None:
     settings = StoreSettings(master_server_address="a:1", global_segment_size=16 * GIB)
     meminfo = "MemTotal: 268435456 kB\nMemAvailable: 201326592 kB\n"
     assert memory(settings, PoolSettings(), 8, meminfo).level is Level.WELL

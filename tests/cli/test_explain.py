@@ -28,7 +28,7 @@ def only(pool: Pool, tokens: str, namespace: str, *options: str, status: int) ->
     return found
 
 
-def test_a_whole_hit(pool: Pool, namespace: str, tokens: str) -> None:
+def test_h2_a_whole_hit(pool: Pool, namespace: str, tokens: str) -> None:
     filled = fill(pool, namespace, TOKENS)
     found = only(pool, tokens, namespace, status=0)
     assert (found["hit_tokens"], found["most_tokens"]) == (12, 12)
@@ -46,7 +46,7 @@ def test_one_token_is_always_computed(pool: Pool, namespace: str, tmp_path: Path
     assert "whole blocks" in only(pool, str(path), namespace, status=1)["why"]
 
 
-def test_the_rank_whose_object_is_missing_is_named(pool: Pool, namespace: str, tokens: str) -> None:
+def test_h2_the_rank_whose_object_is_missing_is_named(pool: Pool, namespace: str, tokens: str) -> None:
     filled = fill(pool, namespace, TOKENS)
     pool.store.remove([filled.key(1, 1)], force=True)
     found = only(pool, tokens, namespace, status=1)
@@ -68,7 +68,7 @@ def test_a_rank_that_never_announced_itself_is_named(pool: Pool, namespace: str,
 @pytest.mark.parametrize(
     ("options", "word"), [(["--hash-seed", "8"], "PYTHONHASHSEED"), (["--salt", "x"], "another hash")]
 )
-def test_another_hash_finds_nothing_and_says_so(
+def test_h2_another_hash_finds_nothing_and_says_so(
     pool: Pool, namespace: str, tokens: str, options: list[str], word: str
 ) -> None:
     fill(pool, namespace, TOKENS)

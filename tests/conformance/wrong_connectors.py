@@ -282,7 +282,7 @@ NO_HEADS = topology.HeadRange(0, 1, 1)
 
 def isolation_mistake(mistake: str, patch: Patch, difference: str) -> None:
     """A mistake that lets two deployments meet."""
-    plant(mistake, patch, "test_deployments_that_differ_do_not_share", "Isolation", difference=difference)
+    plant(mistake, patch, "test_b6_deployments_that_differ_do_not_share", "Isolation", difference=difference)
 
 
 isolation_mistake("keys without dtypes", without(c_dtype=""), "kv-dtype")
@@ -307,20 +307,20 @@ plant(
 plant(
     "keys without quantisation",
     without(c_dtype="", c_page_shape=(), c_name="", layers=()),
-    "test_quantised_and_plain_indexers_do_not_share",
+    "test_a17_quantised_and_plain_indexers_do_not_share",
     "Isolation",
 )
 plant(
     "the lookup asks the first rank alone",
     attribute(shards.ShardMap, "keys", lambda self, *a: RIGHT_KEYS(self, *a)[:1]),
-    "test_a_hit_needs_every_rank",
+    "test_b1_a_hit_needs_every_rank",
     "Isolation",
     missing=1,
 )
 plant(
     "the lookup asks the last rank alone",
     attribute(shards.ShardMap, "keys", lambda self, *a: RIGHT_KEYS(self, *a)[-1:]),
-    "test_a_hit_needs_every_rank",
+    "test_b1_a_hit_needs_every_rank",
     "Isolation",
     missing=0,
 )

@@ -385,7 +385,7 @@ def test_get_session_lease(world: Any) -> None:
 
 
 @claim("abandoned", "an abandoned write blocks its key until the discard time-out; the next put is stored")
-def test_abandoned(world: Any) -> None:
+def test_c8_abandoned(world: Any) -> None:
     key = world.key()
     assert world.a.batch_put_session_start([key], [4]) == [0]
     assert put(world.b, key, b"lost") == 0

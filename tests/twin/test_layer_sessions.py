@@ -106,6 +106,30 @@ def test_a_step_that_breaks_off_leaves_nothing_in_the_store(fresh_world: World, 
     read_back(fresh_world, 1)
 
 
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_c8_what_a_dead_client_began_is_a_miss_until_another_stores_it(
+    fresh_world: World, other: Any, by_layers: bool
+) -> None:
+    """The store answers 0 to whoever puts a key that another has begun: nobody takes that for stored."""
+    rank = LayeredRank(fresh_world, 2, use_layerwise=by_layers)
+    assert other.batch_put_session_start(rank.keys, [2 * MIB] * NUM_BLOCKS) == [0] * NUM_BLOCKS
+    rank.fill(1)
+    for _ in range(2):
+        rank.save()
+        assert rank.store.exist(rank.keys) == [Status.MISS] * NUM_BLOCKS
+        step = rank.begin_load()
+        for layer in rank.layers:
+            rank.worker.wait_layer(layer)
+        rank.worker.end_step(step)
+        assert rank.worker.take_failed_blocks() == set(range(NUM_BLOCKS))
+    fresh_world.advance(DISCARD_S + 1.2)
+    rank.fill(1)
+    rank.save()
+    assert rank.store.exist(rank.keys) == [Status.OK] * NUM_BLOCKS
+    rank.worker.close()
+    read_back(fresh_world, 1)
+
+
 def read_back(world: World, value: float) -> None:
     """A fresh rank loads every block, layer by layer."""
     rank = LayeredRank(world, 2)

@@ -106,7 +106,7 @@ def names(module: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_hook_of_ours_is_there_or_listed_as_absent(version: str) -> None:
+def test_h5_every_hook_of_ours_is_there_or_listed_as_absent(version: str) -> None:
     absent = {name for name in ours() if name not in theirs(version)}
     assert absent == set(ABSENT[version])
 
@@ -135,7 +135,7 @@ def test_every_abstract_hook_is_implemented(version: str) -> None:
 
 @pytest.mark.parametrize("path", FIELDS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_the_adapter_reads_is_there(version: str, path: str) -> None:
+def test_h5_what_the_adapter_reads_is_there(version: str, path: str) -> None:
     missing = set(FIELDS[path].split()) - names(tree(version, path))
     assert not missing
 

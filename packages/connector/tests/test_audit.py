@@ -94,7 +94,7 @@ def test_other_bytes_are_removed_and_their_component_named(
     assert sorted(rig.store.objects) == ["k0", "k2", "k3"]
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     name = f"0.{rig.layout.components[component].name}"
-    assert f"event=audit_wrong key=k1 components={name}: " in line
+    assert f"event=audit_wrong key=k1 components={name} blocks=1: " in line
 
 
 def test_another_size_is_removed() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -327,9 +329,11 @@ def test_a_failed_load_is_not_tried_again() -> None:
 @pytest.mark.parametrize("completed", [True, False])
 def test_f4_nothing_is_left_of_ended_requests(completed: bool) -> None:
     bench = Bench()
-    for i in range(1000):
-        view = bench.view(70, f"r{i}")
-        bench.store(view, range(4))
+    view = bench.view(70)
+    bench.store(view, range(4))
+    for i in range(100_000):
+        view = replace(view, request_id=f"r{i}")
+        bench.lookup.asked.clear()
         bench.scheduler.num_matched_tokens(view, 0)
         if i % 3:
             bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 64)
@@ -414,7 +418,117 @@ class TestSeveralGroups:
         assert saved(bench.schedule(view, 80, 20, [[4], [16, 17]], False)) == [(0, 2), (0, 3), (1, 16)]
 
 
-def test_lookups_and_tokens_are_counted_once_by_outcome_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+TOKEN_SOURCES = ("tokens_engine", "tokens_pool", "tokens_computed")
+
+
+@pytest.mark.parametrize("between_steps", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_e1_e2_sources_sum_to_the_tokens_of_every_take_up(seed: int, between_steps: bool) -> None:
+    """Whatever a request meets: looked up again while it waits, preempted, hit on resume, its load failed."""
+    random = Random(seed)
+    bench = Bench(load_between_steps=between_steps)
+    expected = failed = 0
+    for i in range(30):
+        view = bench.view(random.randrange(1, 120), f"r{i}")
+        table = list(range(1, len(view.block_hashes) + 2))
+        for _ in range(random.randrange(1, 4)):
+            bench.lookup.present.clear()
+            bench.store(view, [b for b in range(len(view.block_hashes)) if random.random() < 0.8])
+            local = random.randrange(0, view.num_tokens) // 16 * 16
+            for _ in range(random.randrange(1, 5)):
+                found, _ = bench.scheduler.num_matched_tokens(view, local)
+                bench.clock.time += random.choice((0.0, 2.0))
+            tracker = bench.scheduler._trackers.get(view.request_id)
+            asked = tracker is None or not tracker.load_failed
+            before = bench.scheduler.counters.totals()
+            bench.scheduler.allocated(view, [table], found)
+            bench.scheduler.allocated(view, [table], 0)
+            after = bench.scheduler.counters.totals()
+            grown = {source: after.get(source, 0) - before.get(source, 0) for source in TOKEN_SOURCES}
+            assert all(count >= 0 for count in grown.values())
+            assert grown["tokens_pool"] == found
+            assert sum(grown.values()) == (view.num_tokens if asked else 0)
+            expected += sum(grown.values())
+            bench.schedule(view, local + found, view.num_tokens - local - found, [table], True)
+            outcome = frozenset({view.request_id})
+            if found and random.random() < 0.4:
+                failed += found
+                bench.scheduler.report(LoadReport(failed=outcome))
+                bench.scheduler.blocks_failed(set(table))
+                bench.scheduler.report(LoadReport(failed=outcome))
+            else:
+                bench.scheduler.report(LoadReport(loaded=outcome))
+        bench.scheduler.finished(view.request_id, view.num_tokens, completed=True)
+    counts = bench.scheduler.counters.totals()
+    assert sum(counts.get(source, 0) for source in TOKEN_SOURCES) == expected
+    assert counts.get("tokens_failed", 0) == failed
+    assert failed <= counts["tokens_pool"]
+    assert min(counts.values()) >= 0
+
+
+def test_d4_nothing_is_said_or_saved_for_requests_of_another() -> None:
+    """As a child of MultiConnector that was not chosen: asked, then told that nothing of it is taken."""
+    bench = Bench(load_between_steps=True)
+    evicted: list[set[int]] = []
+    bench.scheduler.bind_cache(evicted.append)
+    view = bench.view(70)
+    bench.store(view, range(4))
+    assert bench.scheduler.num_matched_tokens(view, 0) == (64, True)
+    bench.scheduler.allocated(view, [[]], 0)
+    assert bench.scheduler.build_step([]).loads == ()
+    # What the other loads, well or not, is no load of ours.
+    bench.scheduler.report(LoadReport(loaded=frozenset({"r"})))
+    bench.scheduler.blocks_failed({1, 2, 3, 4})
+    assert evicted == []
+    assert saved(bench.schedule(view, 64, 6, [[1, 2, 3, 4, 5]], True)) == [(0, i) for i in (1, 2, 3, 4)]
+    # One that this scheduler side was never told of at all.
+    stranger = ScheduledRequest("stranger", [[6, 7]], True, 0, 32)
+    step = bench.scheduler.build_step([stranger])
+    assert (step.loads, step.saves, step.overwritten) == ((), (), frozenset())
+    assert bench.scheduler.finished("stranger", 33, completed=True) is False
+    assert bench.scheduler.build_step([]).saves == ()
+
+
+class CountedHashes(Sequence[bytes]):
+    """Block hashes that count how often one is taken."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.taken = 0
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __getitem__(self, index: Any) -> Any:
+        self.taken += 1
+        return hashlib.sha256(b"%d" % index).digest()
+
+
+@pytest.mark.parametrize("rules", [[FULL], [GroupRule(32), GroupRule(16, window=39)]], ids=["one group", "two"])
+def test_g2_work_is_linear_in_the_prompt_however_it_is_cut(rules: list[GroupRule]) -> None:
+    def work(num_blocks: int, chunk: int) -> tuple[int, int]:
+        bench = Bench(rules)
+        hashes = CountedHashes(num_blocks)
+        view = RequestView("r", num_blocks * 16 + 1, num_blocks * 16 + 1, hashes)
+        bench.scheduler.num_matched_tokens(view, 0)
+        bench.scheduler.allocated(view, [[] for _ in rules], 0)
+        done = 0
+        for start in range(0, num_blocks, chunk):
+            tables = [
+                list(range(start * 16 // rule.block_size + 1, (start + chunk) * 16 // rule.block_size + 1))
+                for rule in rules
+            ]
+            done += len(saved(bench.schedule(view, start * 16, chunk * 16, tables, start == 0)))
+        assert done == sum(num_blocks * 16 // rule.block_size for rule in rules)
+        return hashes.taken, sum(len(keys) for keys in bench.lookup.asked)
+
+    few, many = work(256, 2), work(1024, 2)
+    assert many[0] == 4 * few[0]
+    assert many[1] <= 4 * few[1]
+    assert work(1024, 2) == work(1024, 64), "smaller chunks are no more work"
+
+
+def test_e2_lookups_and_tokens_are_counted_once_by_outcome_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     view = bench.view(70)
     bench.store(view, [1, 2])

@@ -80,3 +80,13 @@ def test_a_load_is_a_span_with_its_failed_blocks(between_steps: bool) -> None:
         "kvpool.rank": str(rank),
     }
     worker.close()
+
+
+def test_e3_a_trace_that_raises_fails_nothing() -> None:
+    def broken(span: Span) -> None:
+        raise RuntimeError(f"no collector for {span.name}")
+
+    bench = Bench(trace=broken)
+    view = bench.view(70)
+    bench.store(view, range(2))
+    assert bench.scheduler.num_matched_tokens(view, 0) == (32, False)

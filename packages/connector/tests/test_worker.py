@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.hashing import Hashing
 from kvpool_connector.host import HostDevice
+from kvpool_connector.loudness import Loudness
 from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
 from kvpool_connector.registration import GroupSpec
 from kvpool_connector.worker import PoolWorker
@@ -428,3 +431,113 @@ def test_a_block_of_too_many_pieces_is_refused_at_start() -> None:
         Rig(transfer="direct", max_buffers_per_call=8)
     with pytest.raises(ConfigError, match="set staging_bytes to at least"):
         Rig(transfer="packed", staging_bytes=1000)
+
+
+class GatedCopies(HostDevice):
+    """A device on which the last block of a copy to the cache takes as long as told."""
+
+    def __init__(self) -> None:
+        self.last_byte = threading.Event()
+        self.copying = threading.Event()
+
+    def copier(self, layout, kv_caches, buffer):  # type: ignore[no-untyped-def]
+        copier = super().copier(layout, kv_caches, buffer)
+        scatter = copier.scatter
+
+        def gated(*arguments: object) -> None:
+            self.copying.set()
+            assert self.last_byte.wait(30), "the test never let it go"
+            scatter(*arguments)
+
+        copier.scatter = gated
+        return copier
+
+
+@pytest.mark.parametrize("between_steps", [False, True])
+def test_a22_done_follows_the_last_byte(between_steps: bool) -> None:
+    device = GatedCopies()
+    with rig(device=device, transfer="packed") as worker:
+        worker.fill(1, 1)
+        worker.save({1: 1})
+        worker.drain()
+        loading = threading.Thread(target=worker.load, args=({4: 1}, between_steps))
+        loading.start()
+        assert device.copying.wait(30)
+        if between_steps:
+            loading.join(30)
+            assert worker.worker.take_loaded() == (set(), set())
+        # The bytes are here, in staging, and not in the cache: nothing may be said yet.
+        assert worker.worker.take_report() is None
+        assert "load_blocks_ok" not in worker.worker.counters.totals()
+        device.last_byte.set()
+        loading.join(30)
+        if between_steps:
+            assert worker.wait_loaded() == ({"r"}, set())
+        assert worker.worker.take_report() == LoadReport(loaded=frozenset({"r"}))
+        assert worker.read(4) == worker.expected(1)
+
+
+NUM_FAILING = 3000
+LOUD: dict[str, tuple[dict[str, object], str]] = {
+    "load that misses": ({}, "load"),
+    "load that fails": ({}, "load"),
+    "load that raises": ({}, "load"),
+    "load that answers out of form": ({}, "load"),
+    "save that fails": ({}, "save"),
+    "save that raises": ({}, "save"),
+    "save that is lost": ({"audit_every": 1}, "save"),
+    "save that is changed": ({"audit_every": 1}, "save"),
+    "object that is corrupt": ({"integrity": "on"}, "load"),
+}
+
+
+@pytest.mark.parametrize("what", LOUD)
+def test_h1_one_failure_is_at_most_two_lines(
+    what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool_connector.answers._loudness", Loudness())
+    caplog.set_level("DEBUG", "kvpool_connector")
+    settings, kind = LOUD[what]
+    with rig(transfer="packed", **settings) as worker:
+        store = worker.store
+        hashes = tuple(hashlib.sha256(b"%d" % i).digest() for i in range(NUM_FAILING))
+        blocks = GroupBlocks(0, tuple(i % NUM_BLOCKS for i in range(NUM_FAILING)), hashes)
+        save = StepMetadata(saves=(SaveJob("r", (blocks,)),))
+        load = StepMetadata(loads=(LoadJob("r", (blocks,)),))
+        if what == "object that is corrupt":
+            worker.worker.end_step(save)
+            worker.drain()
+            for key, value in store.objects.items():
+                store.objects[key] = bytes([value[0] ^ 1]) + value[1:]
+        elif what in ("load that fails", "save that fails"):
+            store.answers = dict.fromkeys(("exist", "get"), lambda keys: [Status.UNAVAILABLE] * len(keys))
+        elif what in ("load that raises", "save that raises"):
+            store.answers = dict.fromkeys(("exist", "get"), raising)
+        elif what == "load that answers out of form":
+            store.answers["get"] = lambda keys: []
+        elif what == "save that is lost":
+            store.answers["put"] = lambda keys: [Status.OK] * len(keys)
+        elif what == "save that is changed":
+            put = store.put
+
+            def changed(keys, addresses, sizes):  # type: ignore[no-untyped-def]
+                statuses = put(keys, addresses, sizes)
+                for key in keys:
+                    store.objects[key] = bytes([store.objects[key][0] ^ 1]) + store.objects[key][1:]
+                return statuses
+
+            store.put = changed  # type: ignore[method-assign]
+        caplog.clear()
+        if kind == "save":
+            worker.worker.end_step(save)
+            worker.drain()
+        else:
+            worker.worker.begin_step(load)
+            worker.worker.start_loads(load)
+            assert len(worker.worker.take_failed_blocks()) == NUM_BLOCKS
+        told = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+        assert told
+        assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) <= 2
+        assert len(told) <= 4
+        assert all(len(line) < 400 for line in told)
+        assert any(re.search(r"(blocks|keys|count)=\d+", line) for line in told), "how many is told"

@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces
+from kvpool_connector.loudness import Loudness
 
 logger = logging.getLogger(__name__)
+
+_loudness = Loudness()
 
 
 def statuses_of(
@@ -21,9 +24,15 @@ def statuses_of(
         statuses = call(keys, *arguments)
     except Exception:
         # The boundary to foreign code: whatever breaks in a store must not fail a user's request.
-        logger.exception("event=store_raised call=%s keys=%d", getattr(call, "__name__", call), len(keys))
+        _tell("event=store_raised", call, len(keys), with_trace=True)
         return [Status.UNAVAILABLE] * len(keys)
     if not isinstance(statuses, list) or len(statuses) != len(keys):
-        logger.error("event=store_out_of_form call=%s keys=%d", getattr(call, "__name__", call), len(keys))
+        _tell("event=store_out_of_form", call, len(keys))
         return [Status.UNAVAILABLE] * len(keys)
     return statuses
+
+
+def _tell(event: str, call: Callable[..., object], num_keys: int, *, with_trace: bool = False) -> None:
+    name = str(getattr(call, "__name__", type(call).__name__))
+    level = _loudness.level(f"{event} {name}")
+    logger.log(level, "%s call=%s keys=%d", event, name, num_keys, exc_info=with_trace)

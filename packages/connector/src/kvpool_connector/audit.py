@@ -14,6 +14,7 @@ from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Store
 from kvpool_connector.counters import Counters
 from kvpool_connector.integrity import component_names
+from kvpool_connector.loudness import Loudness
 from kvpool_connector.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Audit:
         self._every = every
         self._counters = counters
         self._turns = itertools.count()
+        self._loudness = Loudness()
 
     def check(self, keys: Sequence[str], statuses: Sequence[Status], objects: int) -> list[Status]:
         """What became of objects that were put from address `objects` on, by the store's `statuses`.
@@ -53,27 +55,52 @@ class Audit:
         `CORRUPT`.
         """
         found = list(statuses)
+        lost: list[str] = []
+        wrong: list[tuple[str, str]] = []
         for i, status in enumerate(statuses):
             if status.ok and not next(self._turns) % self._every:
-                found[i] = self._read_back(keys[i], objects + i * self._object_bytes)
+                found[i], components = self._read_back(keys[i], objects + i * self._object_bytes)
+                if found[i] is Status.MISS:
+                    lost.append(keys[i])
+                elif found[i] is Status.CORRUPT:
+                    wrong.append((keys[i], components))
+        self._tell(lost, wrong)
         return found
 
-    def _read_back(self, key: str, put: int) -> Status:
+    def _tell(self, lost: Sequence[str], wrong: Sequence[tuple[str, str]]) -> None:
+        if lost:
+            logger.log(
+                self._loudness.level("lost"),
+                "event=audit_lost key=%s blocks=%d: the store said that it was stored, and does not have it",
+                lost[0],
+                len(lost),
+            )
+        if wrong:
+            key, components = wrong[0]
+            logger.log(
+                self._loudness.level("wrong"),
+                "event=audit_wrong key=%s components=%s blocks=%d: not what was handed over; removed",
+                key,
+                components,
+                len(wrong),
+            )
+
+    def _read_back(self, key: str, put: int) -> tuple[Status, str]:
+        """What became of one object, and the names of its components that hold other bytes."""
         with self._staging.chunk(timeout_s=0) as read:
             if read is None:
                 self._counters.add("audit_blocks_unread")
-                return Status.OK
+                return Status.OK, ""
             # Behind the object: the checksums that it came with, then those of what was handed over.
             trailer = read + self._object_bytes
             addresses, sizes = [[read]], [[self._object_bytes + self._trailer_bytes]]
             (status,) = statuses_of(self._store.get, [key], addresses, sizes)
             if status is Status.MISS:
                 self._counters.add("audit_blocks_lost")
-                logger.error("event=audit_lost key=%s: the store said that it was stored, and does not have it", key)
-                return status
+                return status, ""
             if not status.ok and status is not Status.CORRUPT:
                 self._counters.add("audit_blocks_unread")
-                return Status.OK
+                return Status.OK, ""
             wrong: list[int] = []
             if status.ok:
                 expected = trailer + self._trailer_bytes
@@ -81,17 +108,12 @@ class Audit:
                 wrong = self._checksums.differing(read, 0, expected)
                 if not wrong:
                     self._counters.add("audit_blocks_ok")
-                    return status
+                    return status, ""
                 if self._trailer_bytes and not self._checksums.differing(read, 0, trailer):
                     # Whole in itself: another engine computed the same block and was first.
                     self._counters.add("audit_blocks_others")
-                    return Status.EXISTS
+                    return Status.EXISTS, ""
         self._counters.add("audit_blocks_wrong")
-        logger.error(
-            "event=audit_wrong key=%s components=%s: not what was handed over; removed",
-            key,
-            ",".join(self._names[k] for k in wrong[:8]) or "(another size)",
-        )
         # As long as it is there it is a hit, and nobody puts a right one in its place.
         statuses_of(partial(self._store.remove, force=True), [key])
-        return Status.CORRUPT
+        return Status.CORRUPT, ",".join(self._names[k] for k in wrong[:8]) or "(another size)"

@@ -8,8 +8,12 @@ from collections.abc import Sequence
 
 from kvpool_connector.contract.device import CHECKSUM_BYTES, Checksums
 from kvpool_connector.contract.layout import ShardLayout
+from kvpool_connector.loudness import Loudness
 
 logger = logging.getLogger(__name__)
+
+MAX_TOLD = 16
+"""Objects of one batch that are named in the log at DEBUG."""
 
 SAMPLE_EVERY = {"on": 1, "sampled": 16}
 """By the setting `integrity`: of how many objects loaded one is compared. Every object carries its checksums."""
@@ -30,6 +34,7 @@ class Integrity:
         self._names = component_names(layout)
         self._sample_every = sample_every
         self._turns = itertools.count()
+        self._loudness = Loudness()
 
     def seal(self, objects: int, count: int, trailers: int) -> None:
         """Write the checksums of `count` objects at address `objects` to address `trailers`."""
@@ -43,10 +48,12 @@ class Integrity:
                 continue
             if wrong := self._checksums.differing(objects, i, trailers):
                 found.append(i)
-                logger.debug("event=corrupt key=%s components=%s", keys[i], ",".join(self._names[k] for k in wrong))
+                if len(found) <= MAX_TOLD:
+                    logger.debug("event=corrupt key=%s components=%s", keys[i], ",".join(self._names[k] for k in wrong))
         if found:
             first = self._checksums.differing(objects, found[0], trailers)
-            logger.error(
+            logger.log(
+                self._loudness.level("corrupt"),
                 "event=corrupt_objects count=%d of=%d first=%s components=%s: removed, and computed instead",
                 len(found),
                 len(loaded),

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 RANGES_IN_FLIGHT = 2
 """One range is copied to the cache while the next is on the wire."""
+MAX_TOLD = 8
+"""Requests that one line of the log names."""
 
 
 @dataclass
@@ -175,9 +177,11 @@ class LayerLoader:
         for status, count in reasons.items():
             self._counters.add(f"load_blocks_{status.value}", count)
         if reasons:
+            hit = [request_id for request_id, blocks in failed.items() if blocks]
             logger.warning(
-                "event=load_failed requests=%s blocks=%d of=%d %s: they are computed instead",
-                ",".join(request_id for request_id, blocks in failed.items() if blocks),
+                "event=load_failed requests=%s%s blocks=%d of=%d %s: they are computed instead",
+                ",".join(hit[:MAX_TOLD]),
+                f" and {len(hit) - MAX_TOLD} more" if len(hit) > MAX_TOLD else "",
                 reasons.total(),
                 len(load.objects),
                 " ".join(f"{status.value}={count}" for status, count in reasons.items()),

@@ -299,12 +299,13 @@ class PoolScheduler:
     def allocated(self, view: RequestView, tables: Tables, num_external_tokens: int) -> None:
         """The engine took up a hit of `num_external_tokens` and holds blocks for it; with 0 nothing is loaded."""
         hit = self._hits.pop(view.request_id, None)
-        self._tracker(view)
+        tracker = self._tracker(view)
         if hit is not None:
             loaded = max(0, num_external_tokens)
             self.counters.add("tokens_engine", hit.num_computed_tokens)
             self.counters.add("tokens_pool", loaded)
             self.counters.add("tokens_computed", max(0, view.num_tokens - hit.num_computed_tokens - loaded))
+            tracker.num_loading = loaded
         if num_external_tokens <= 0 or hit is None:
             return
         if self._history is not None:
@@ -470,6 +471,8 @@ class PoolScheduler:
                 tracker.load_failed = True
                 if self._history is not None:
                     self._history.load_failed(request_id)
+                self.counters.add("tokens_failed", tracker.num_loading)
+                tracker.num_loading = 0
                 tracker.num_saved = [0] * len(self._rules)
 
     @property

@@ -40,6 +40,11 @@ FAMILIES = (
         "Tokens of requests that the engine took up after a lookup, by where their KV comes from.",
         {f"tokens_{source}": source for source in ("engine", "pool", "computed")},
     ),
+    Family(
+        "kvpool_tokens_failed",
+        "Tokens counted as the pool's whose load failed, in part or whole.",
+        {"tokens_failed": "failed"},
+    ),
     Family("kvpool_load_blocks", "Blocks of ended loads by status, on each rank.", _by_status("load_blocks")),
     Family(
         "kvpool_load_time_us",
@@ -97,9 +102,15 @@ FAMILIES = (
 )
 
 
-def labelled(counts: Mapping[str, int]) -> Iterator[tuple[Family, str, int]]:
-    """(family, label, count) of what is known; a name that no family lists is left out, so labels stay bounded."""
+def labelled(counts: object) -> Iterator[tuple[Family, str, int]]:
+    """(family, label, count) of what is known; a name that no family lists is left out, so labels stay bounded.
+
+    What is no growth is left out too: the engine's client raises for a negative one, and a metric must fail no request.
+    """
+    if not isinstance(counts, Mapping):
+        return
     for family in FAMILIES:
         for name, result in family.counts.items():
-            if count := counts.get(name, 0):
+            count = counts.get(name, 0)
+            if type(count) is int and count > 0:
                 yield family, result, count

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 Headers = tuple[tuple[str, str], ...]
 """A request's trace context as it came with the request: W3C `traceparent` and `tracestate`; empty without one."""
@@ -39,4 +42,8 @@ class Timer:
         """It ends now; `attributes` get the prefix `kvpool.`."""
         named: dict[str, str | int] = {f"kvpool.{name}": value for name, value in attributes.items()}
         named["kvpool.request_id"] = self._request_id
-        self._trace(Span(self._name, self._start_ns, time.time_ns(), named, self._headers))
+        try:
+            self._trace(Span(self._name, self._start_ns, time.time_ns(), named, self._headers))
+        except Exception:
+            # Foreign code that watches: whatever breaks in it must not fail a user's request.
+            logger.debug("event=trace_failed span=%s", self._name, exc_info=True)

@@ -52,6 +52,8 @@ class RequestTracker:
     """By group: blocks of the front that have been handed to a save, loaded, or given up."""
     epoch: int = 0
     """The pool's when the request last began from nothing: what it computes belongs to that epoch."""
+    num_loading: int = 0
+    """Tokens of its last load, until that is known to have failed."""
     load_failed: bool = False
     """A load of this request failed: no further load, so that a lying store cannot hold it for ever."""
 

@@ -39,7 +39,7 @@ class Isolation:
     """Subclass, and give a fixture `backend` that returns a `CacheBackend`."""
 
     @pytest.mark.parametrize("difference", OTHERS)
-    def test_deployments_that_differ_do_not_share(self, backend: CacheBackend, difference: str) -> None:
+    def test_b6_deployments_that_differ_do_not_share(self, backend: CacheBackend, difference: str) -> None:
         """Same content names, one store: no hit across, in either direction, and a load fails rather than lies."""
         assert_strangers(backend, offered(backend, GQA), offered(backend, OTHERS[difference]))
 
@@ -49,7 +49,7 @@ class Isolation:
         rows = offered(backend, Deployment(NAMED_CASES[family]).with_case(rope_dim=16))
         assert_strangers(backend, rows, offered(backend, rows.with_case(kv_nz=True)))
 
-    def test_quantised_and_plain_indexers_do_not_share(self, backend: CacheBackend) -> None:
+    def test_a17_quantised_and_plain_indexers_do_not_share(self, backend: CacheBackend) -> None:
         """C8 on and off, made to have equal byte counts."""
         plain = offered(backend, Deployment(NAMED_CASES["sparse-bundled"]).with_case(dtype="int8", index_dim=18))
         quantised = offered(
@@ -78,7 +78,7 @@ class Isolation:
 
     @pytest.mark.parametrize("missing", [0, 1, 3])
     @pytest.mark.kvpool_capability("sharing over ranks")
-    def test_a_hit_needs_every_rank(self, backend: CacheBackend, missing: int) -> None:
+    def test_b1_a_hit_needs_every_rank(self, backend: CacheBackend, missing: int) -> None:
         """Heads split over four ranks: one rank's lost object ends the hit there, whoever is asked."""
         deployment = offered(backend, Deployment(NAMED_CASES["mha"], tp_size=4))
         contents = {block_id: fresh() for block_id in range(4)}

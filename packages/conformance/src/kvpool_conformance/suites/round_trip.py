@@ -127,7 +127,7 @@ class CacheRoundTrip:
                 save_all(source, contents)
                 load_all(target, moved(contents, (5, 4)))
 
-    def test_bundled_and_split_indexers_share(self, backend: CacheBackend) -> None:
+    def test_a30_bundled_and_split_indexers_share(self, backend: CacheBackend) -> None:
         """Both registrations of a sparse cache hold the same content."""
         bundled = offered(backend, Deployment(NAMED_CASES["sparse-bundled"]))
         split = offered(backend, Deployment(NAMED_CASES["sparse-split"]))
