@@ -38,10 +38,10 @@ OTHER_MEANING = {("0.14.1", "handle_preemptions"): "a set of request ids; the fe
 
 FIELDS: dict[str, str] = {
     "vllm/v1/request.py": """request_id num_tokens num_prompt_tokens block_hashes lora_request cache_salt prompt_embeds
-        pooling_params trace_headers status FINISHED_STOPPED FINISHED_LENGTH_CAPPED""",
+        pooling_params trace_headers all_token_ids status FINISHED_STOPPED FINISHED_LENGTH_CAPPED""",
     "vllm/v1/core/sched/output.py": """scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens req_id block_ids
         num_computed_tokens req_ids resumed_req_ids new_block_ids""",
-    "vllm/v1/core/kv_cache_utils.py": "block_id is_null hash_block_tokens",
+    "vllm/v1/core/kv_cache_utils.py": "block_id is_null hash_block_tokens maybe_convert_block_hash",
     "vllm/utils/hashing.py": "get_hash_fn_by_name",
     "vllm/v1/core/block_pool.py": "evict_blocks",
     "vllm/v1/core/kv_cache_manager.py": "blocks",
@@ -53,7 +53,10 @@ FIELDS: dict[str, str] = {
     "vllm/config/model.py": "use_mla get_total_num_kv_heads revision quantization dtype",
     "vllm/config/cache.py": "cache_dtype block_size prefix_caching_hash_algo",
     "vllm/config/observability.py": "otlp_traces_endpoint",
-    "vllm/config/vllm.py": "observability_config",
+    "vllm/config/vllm.py": "observability_config kv_events_config",
+    "vllm/config/kv_events.py": "enable_kv_cache_events",
+    "vllm/distributed/kv_events.py": """BlockStored AllBlocksCleared block_hashes parent_block_hash token_ids block_size
+        lora_id lora_name medium""",
     "vllm/distributed/parallel_state.py": "get_pp_group get_tp_group rank_in_group",
 }
 """Names that the adapter reads, by the file that defines them."""

@@ -107,6 +107,7 @@ def test_b5_adapters_and_salts_become_typed_tags() -> None:
         prompt_embeds=None,
         pooling_params=None,
         trace_headers={"traceparent": "00-1-2-01"},
+        all_token_ids=[7],
     )
     assert view_of(request).tag == tag_of(lora="X")
     assert view_of(request).trace_headers == (("traceparent", "00-1-2-01"),)
@@ -115,6 +116,7 @@ def test_b5_adapters_and_salts_become_typed_tags() -> None:
     request.lora_request, request.cache_salt = None, "X"
     assert view_of(request).tag == tag_of(salt="X") != tag_of(lora="X")
     assert view_of(request).poolable
+    assert view_of(request).token_ids == [7]
     for field in ("prompt_embeds", "pooling_params"):
         assert not view_of(Thing(**{**vars(request), field: object()})).poolable
 

@@ -40,6 +40,7 @@ class Rig:
         rank: Rank | None = None,
         device: HostDevice | None = None,
         hashing: Hashing | None = None,
+        reports_stored: bool = False,
         **settings: object,
     ) -> None:
         self.store = store or DictStore()
@@ -54,6 +55,7 @@ class Rig:
             ModelIdentity("tiny"),
             self.clock,
             hashing=hashing,
+            reports_stored=reports_stored,
         )
         self.caches = {
             f"model.layers.{i}.attn": (

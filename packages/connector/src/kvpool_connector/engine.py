@@ -128,6 +128,8 @@ def view_of(request: Any) -> RequestView:
         tag=tag_of(lora.lora_name if lora else None, request.cache_salt),
         poolable=request.prompt_embeds is None and request.pooling_params is None,
         trace_headers=tuple((request.trace_headers or {}).items()),
+        token_ids=request.all_token_ids,
+        lora_name=lora.lora_name if lora else None,
     )
 
 

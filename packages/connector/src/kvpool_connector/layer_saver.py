@@ -14,6 +14,7 @@ from kvpool_connector.contract.clock import Clock
 from kvpool_connector.contract.device import Event
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
+from kvpool_connector.events import StoredKeys
 from kvpool_connector.fence import Fence, Ticket
 from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.layer_transfer import LayerTransfer
@@ -96,6 +97,7 @@ class LayerSaver:
         max_queued_blocks: int,
         event_timeout_s: float,
         session_limit_s: float,
+        stored: StoredKeys | None = None,
     ) -> None:
         """`object_bytes`: by group. `session_limit_s` must lie below the store's discard time-out."""
         self._transfer = transfer
@@ -108,6 +110,7 @@ class LayerSaver:
         self._clock = clock
         self._max_queued_blocks = max_queued_blocks
         self._event_timeout_s = event_timeout_s
+        self._stored = stored
         self._session_limit_s = session_limit_s
         self._num_queued = 0
         self._lock = threading.Lock()
@@ -299,6 +302,8 @@ class LayerSaver:
             self._store.revoke_put, [one.key for one in group.objects if one.opened and one.status is not Status.OK]
         )
         ended = [one.status for one in group.objects if one.status]
+        if self._stored is not None:
+            self._stored.note([one.key for one in group.objects if one.status], ended)
         count_saved(ended, object_bytes, self._outage, self._counters)
         for fault, count in Counter(one.fault for one in group.objects if one.fault and not one.status).items():
             self._counters.add(f"save_blocks_dropped_{fault}", count)

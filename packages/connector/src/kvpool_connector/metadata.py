@@ -45,15 +45,20 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a worker, or all of them together, tell the scheduler side of loads that have ended."""
+    """What a worker, or all of them together, tell the scheduler side of loads that have ended, and of saves."""
 
     loaded: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    stored: frozenset[str] = frozenset()
+    """Keys of objects that were stored; only where the engine publishes KV events, as `present`."""
+    present: frozenset[str] = frozenset()
+    """Keys of objects that were to be stored and were there."""
 
     def merge(self, other: LoadReport) -> LoadReport:
         """A load failed when it failed anywhere."""
         failed = self.failed | other.failed
-        return LoadReport((self.loaded | other.loaded) - failed, failed)
+        loaded = (self.loaded | other.loaded) - failed
+        return LoadReport(loaded, failed, self.stored | other.stored, self.present | other.present)
 
 
 @dataclass(frozen=True)

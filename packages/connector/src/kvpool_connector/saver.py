@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvpool_connector.contract.device import Event
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
+from kvpool_connector.events import StoredKeys
 from kvpool_connector.fence import Fence, Ticket
 from kvpool_connector.outage import Outage
 from kvpool_connector.transfer import Transfer
@@ -51,13 +52,16 @@ class Saver:
         counters: Counters,
         max_queued_blocks: int,
         event_timeout_s: float,
+        stored: StoredKeys | None = None,
     ) -> None:
+        """`stored` is told what is in the pool, where somebody wants to know."""
         self._transfers = transfers
         self._fence = fence
         self._outage = outage
         self._counters = counters
         self._max_queued_blocks = max_queued_blocks
         self._event_timeout_s = event_timeout_s
+        self._stored = stored
         self._num_queued = 0
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
@@ -127,6 +131,8 @@ class Saver:
             transfer = self._transfers[save.group]
             assert transfer is not None, f"group {save.group} has no layers on this rank"
             statuses = transfer.save(save.keys, save.block_ids, job.ticket)
+            if self._stored is not None:
+                self._stored.note(save.keys, statuses)
             count_saved(statuses, transfer.stored_bytes, self._outage, self._counters)
 
 

@@ -17,6 +17,7 @@ from kvpool_connector.contract.shards import ShardMap
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import marker, newest_epoch
+from kvpool_connector.events import BlockEvents, StoredBlock
 from kvpool_connector.history import Decision, History
 from kvpool_connector.lookup import Lookup
 from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
@@ -85,11 +86,12 @@ class PoolScheduler:
         clock: Clock | None = None,
         trace: Trace | None = None,
         history: History | None = None,
+        events: BlockEvents | None = None,
     ) -> None:
         """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size.
 
         `confirm_after_steps`: for engines that carry no `LoadReport`, the steps after which a load that computing
-        waited for has surely been heard of if it failed.
+        waited for has surely been heard of if it failed. `events` is told of saves and resets.
         """
         self._rules = rules
         self._hash_block_size = hash_block_size
@@ -102,6 +104,7 @@ class PoolScheduler:
         self._clock = clock or MonotonicClock()
         self._trace = trace
         self._history = history
+        self._events = events
         self._alignment = math.lcm(*(rule.block_size for rule in rules))
         self._shards: ShardMap | None = None
         self._hits: dict[str, _Hit] = {}
@@ -246,7 +249,7 @@ class PoolScheduler:
                 self._lookup.mark(this)
             if ended is not Status.OK:
                 return statuses if ended is Status.MISS else [ended] * len(keys)
-            self._shards.move(newest_epoch(self._lookup.exist, self._shards.namespace, epoch + 1))
+            self._move(newest_epoch(self._lookup.exist, self._shards.namespace, epoch + 1))
         # Resets come faster than they are followed, or the store says yes to everything: no answer to rely on.
         return [Status.UNAVAILABLE] * len(keys)
 
@@ -256,7 +259,15 @@ class PoolScheduler:
         now = self._clock.now()
         if now >= self._epoch_expires:
             self._epoch_expires = now + HIT_MEMORY_S
-            self._shards.move(newest_epoch(self._lookup.exist, self._shards.namespace, self._shards.epoch))
+            self._move(newest_epoch(self._lookup.exist, self._shards.namespace, self._shards.epoch))
+
+    def _move(self, epoch: int) -> None:
+        """Go on in an epoch that has begun, which may be this one."""
+        assert self._shards is not None
+        if epoch != self._shards.epoch:
+            self._shards.move(epoch)
+            if self._events:
+                self._events.cleared()
 
     def reset(self) -> bool:
         """Make all that this namespace has in the pool unreachable, for every engine, whatever its leases.
@@ -272,7 +283,7 @@ class PoolScheduler:
         key = marker(namespace, epoch)
         # The store may say that it has stored what it has not.
         confirmed = self._lookup.mark(key).stored and self._lookup.exist([key])[0].ok
-        self._shards.move(epoch)
+        self._move(epoch)
         self._hits.clear()
         if not confirmed:
             logger.error(
@@ -400,7 +411,24 @@ class PoolScheduler:
             if held:
                 hashes = tuple(self._hash(view, rule, i) for i, _ in held)
                 blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
+                if self._events:
+                    self._expect(self._events, view, group, [i for i, _ in held])
         return [SaveJob(view.request_id, tuple(blocks), view.tag, final, tracker.epoch)] if blocks else []
+
+    def _expect(self, events: BlockEvents, view: RequestView, group: int, indices: Sequence[int]) -> None:
+        assert self._shards is not None
+        rule = self._rules[group]
+        for index in indices:
+            start = index * rule.block_size
+            block = StoredBlock(
+                group,
+                block_hash=self._hash(view, rule, index),
+                parent=self._hash(view, rule, index - 1) if index else None,
+                token_ids=tuple(view.token_ids[start : start + rule.block_size]),
+                block_size=rule.block_size,
+                lora_name=view.lora_name,
+            )
+            events.expect(self._shards.keys(group, block.block_hash, view.tag), block)
 
     def finished(self, request_id: str, num_tokens: int, *, completed: bool) -> bool:
         """The request has ended; True when its blocks must be kept until a worker says that it is saved.
@@ -425,7 +453,9 @@ class PoolScheduler:
         return bool(jobs)
 
     def report(self, report: LoadReport) -> None:
-        """What the workers, together, say of loads that have ended."""
+        """What the workers, together, say of loads and saves that have ended."""
+        if self._events:
+            self._events.saved(report.stored, report.present)
         ended = {r: self._unconfirmed.pop(r) for r in report.loaded | report.failed if r in self._unconfirmed}
         self._evict_failed([ended[request_id] for request_id in report.failed if request_id in ended])
         self.loads_failed(report.failed)

@@ -38,6 +38,9 @@ class RequestView:
     poolable: bool = True
     """False for requests whose content the hashes do not stand for (prompt embeddings, pooling)."""
     trace_headers: Headers = ()
+    token_ids: Sequence[int] = ()
+    """The engine's live list, prompt and answer."""
+    lora_name: str | None = None
 
 
 @dataclass

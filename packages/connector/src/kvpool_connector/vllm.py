@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -43,6 +44,7 @@ from kvpool_connector.engine import (
     topology_of,
     view_of,
 )
+from kvpool_connector.events import BlockEvents, StoredBlock
 from kvpool_connector.history import History, serve_history
 from kvpool_connector.host import HostDevice
 from kvpool_connector.local_socket import LocalServer
@@ -59,6 +61,7 @@ from kvpool_connector.worker import PoolWorker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -85,6 +88,8 @@ _WorkerMetadataBase: Any = getattr(vllm_base, "KVConnectorWorkerMetadata", objec
 EVICTS_BLOCKS = hasattr(KVConnectorBase_V1, "bind_gpu_block_pool")
 # Absent before 0.32: with several KV cache groups the engine then crashes on a failed load, so nothing is loaded.
 REPORTS_FAILED_REQUESTS = hasattr(vllm_base, "KVConnectorTransferResults")
+# Of blocks in the pool, in KV events; vLLM's own name since 0.32.
+MEDIUM = "STORAGE"
 _TransferResults: Any = getattr(vllm_base, "KVConnectorTransferResults", None)
 
 
@@ -185,6 +190,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._topology = topology_of(vllm_config)
         self._worker: PoolWorker | None = None
         self._scheduler: PoolScheduler | None = None
+        self._events: BlockEvents | None = None
         self._history_server: LocalServer | None = None
         self._announced: RankShards | None = None
         self._unreported: tuple[RankShards, ...] = ()
@@ -210,7 +216,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
         hash_function = get_hash_fn_by_name(algorithm)
         hashing = hashing_of(algorithm, hash_function, kv_cache_utils.hash_block_tokens, DEFAULT_SEED, os.environ)
-        worker = PoolWorker(settings, store, device, self._topology, rank, model, trace=trace, hashing=hashing)
+        worker = PoolWorker(
+            settings,
+            store,
+            device,
+            self._topology,
+            rank,
+            model,
+            trace=trace,
+            hashing=hashing,
+            reports_stored=publishes_events(self._vllm_config),
+        )
         if store_settings.protocol == "ascend" and rank == Rank():
             worker.serve_lookups(self._lookup_path())
         return worker
@@ -233,6 +249,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rules = [rule_of(group.kv_cache_spec, self._topology) for group in self._cache_config.kv_cache_groups]
         settings, consumer = self._settings, transfer.kv_role == "kv_consumer"
         outage = Outage(MonotonicClock(), settings.outage_pause_s)
+        if publishes_events(self._vllm_config):
+            self._events = BlockEvents()
+            if not REPORTS_LOADS:
+                logger.error(
+                    "event=no_kv_events: this vLLM does not carry to the scheduler what workers have stored; of the "
+                    "pool, KV events tell only of resets. vLLM 0.23 can"
+                )
         can_fail = len(rules) == 1 or REPORTS_FAILED_REQUESTS
         if not can_fail:
             logger.error(
@@ -253,6 +276,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # One step may be in flight with asynchronous scheduling, and one a stage with pipeline parallelism.
             confirm_after_steps=None if REPORTS_LOADS else 1 + self._topology.pp_size,
             trace=trace_of(self._vllm_config),
+            events=self._events,
             history=history,
         )
 
@@ -407,6 +431,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The engine's prefix cache, from which blocks of failed loads are taken."""
         self._schedulers().bind_cache(gpu_block_pool.evict_blocks)
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """What the pool has got from this engine since the last call, and resets."""
+        return [event_of(block) for block in self._events.take()] if self._events else []
+
     def reset_cache(self) -> bool:
         """See `kvpool_connector.scheduler.PoolScheduler.reset`."""
         return self._schedulers().reset()
@@ -487,6 +515,33 @@ def trace_of(config: VllmConfig) -> Trace | None:
         send(span.name, span.start_ns, span.end_ns, dict(span.attributes), context)
 
     return trace
+
+
+def publishes_events(config: VllmConfig) -> bool:
+    """Whether the engine publishes KV events."""
+    events = config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def event_of(block: StoredBlock | None) -> KVCacheEvent:
+    """The engine's event for a block that is in the pool, or for a reset."""
+    if block is None:
+        return kv_events.AllBlocksCleared()
+    name = kv_cache_utils.maybe_convert_block_hash
+    fields = {
+        "block_hashes": [name(block.block_hash)],
+        "parent_block_hash": None if block.parent is None else name(block.parent),
+        "token_ids": list(block.token_ids),
+        "block_size": block.block_size,
+        "lora_id": None,
+        "lora_name": block.lora_name,
+        "medium": MEDIUM,
+        "group_idx": block.group,
+        # Every engine of the pool can load it (0.32).
+        "locality": "REMOTE",
+    }
+    known = kv_events.BlockStored.__struct_fields__
+    return kv_events.BlockStored(**{field: value for field, value in fields.items() if field in known})
 
 
 def this_rank() -> Rank:

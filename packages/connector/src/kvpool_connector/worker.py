@@ -28,6 +28,7 @@ from kvpool_connector.contract.store import SessionStore, Store
 from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import newest_epoch
+from kvpool_connector.events import StoredKeys
 from kvpool_connector.fence import Fence
 from kvpool_connector.hashing import Hashing, check_hashing
 from kvpool_connector.integrity import SAMPLE_EVERY, Integrity
@@ -66,8 +67,12 @@ class PoolWorker:
         clock: Clock | None = None,
         trace: Trace | None = None,
         hashing: Hashing | None = None,
+        reports_stored: bool = False,
     ) -> None:
-        """`store` is connected; the worker closes it. `hashing`: how the engine names blocks, where that is known."""
+        """`store` is connected; the worker closes it. `hashing`: how the engine names blocks, where that is known.
+
+        `reports_stored`: say in each report which objects are in the pool now.
+        """
         self._settings = settings
         self._store = store
         self._device = device
@@ -77,6 +82,7 @@ class PoolWorker:
         self._clock = clock or MonotonicClock()
         self._trace = trace
         self._hashing = hashing
+        self._stored = StoredKeys() if reports_stored else None
         self._timers: dict[str, tuple[Timer, int]] = {}
         self.counters = Counters()
         self._writer = topology.writer(rank)
@@ -129,7 +135,13 @@ class PoolWorker:
         self._describe(self._epoch)
         settings = self._settings
         self._saver = Saver(
-            transfers, self._fence, self._outage, self.counters, settings.max_queued_blocks, EVENT_TIMEOUT_S
+            transfers,
+            self._fence,
+            self._outage,
+            self.counters,
+            settings.max_queued_blocks,
+            EVENT_TIMEOUT_S,
+            self._stored,
         )
         self._loader = Loader(transfers, self._outage, self.counters, self._clock, settings.load_timeout_s)
         if settings.use_layerwise:
@@ -172,6 +184,7 @@ class PoolWorker:
             settings.max_queued_blocks,
             EVENT_TIMEOUT_S,
             settings.layerwise_session_limit_s,
+            self._stored,
         )
         self._layer_loader = LayerLoader(
             transfer,
@@ -366,9 +379,12 @@ class PoolWorker:
         return failed
 
     def take_report(self) -> LoadReport | None:
-        """Outcome of the loads that ended since the last call; None when there were none."""
+        """Outcome of the loads and saves that ended since the last call; None when there is nothing to say."""
         report, self._report = self._report, LoadReport()
-        return report if report.loaded or report.failed else None
+        if self._stored is not None:
+            stored, present = self._stored.take()
+            report = replace(report, stored=stored, present=present)
+        return report if report != LoadReport() else None
 
     def drain(self, timeout_s: float) -> bool:
         """True once all saves that were queued have ended; False when that took longer than `timeout_s` seconds."""

@@ -69,6 +69,7 @@ class Request:
         self.pooling_params = object() if wish.pooling else None
         self.isolation = repr((wish.extras.lora, wish.extras.salt, wish.extras.nonce))
         self.truth = Prefix(wish.extras, hash_block_size, list(wish.prompt))
+        self.all_token_ids = self.truth.tokens
         extend_block_hashes(self.block_hashes, self.truth, self.num_tokens)
 
     @property
