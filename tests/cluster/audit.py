@@ -19,7 +19,7 @@ def audit(engines: Sequence[Engine]) -> tuple[list[str], int, int]:
     violations: list[str] = []
     count = missing = 0
     for engine in engines:
-        blocks = _blocks(engine)
+        blocks = blocks_of(engine)
         for index, rank in enumerate(engine.ranks):
             assert isinstance(rank.side, PoolWorkerSide)
             for number, group in enumerate(engine.scheduler.tables.groups):
@@ -43,7 +43,7 @@ def audit(engines: Sequence[Engine]) -> tuple[list[str], int, int]:
 Wanted = tuple[str, bytes, tuple[Request, int]]
 
 
-def _blocks(engine: Engine) -> dict[tuple[int, str, bytes], tuple[Request, int]]:
+def blocks_of(engine: Engine) -> dict[tuple[int, str, bytes], tuple[Request, int]]:
     """(group, tag, hash) of every block that may be in the pool, and whose it is."""
     found: dict[tuple[int, str, bytes], tuple[Request, int]] = {}
     tables = engine.scheduler.tables

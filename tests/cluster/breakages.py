@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from kvpool_connector import fence, loader, saver, scheduler, tracker, worker
+from kvpool_connector import events, fence, loader, saver, scheduler, tracker, worker
 from kvpool_connector.contract import shards
+from kvpool_connector.contract.status import Status
 
 FOUND_AT = {
     "blocks are saved on top of a load that may have failed": 48,
@@ -54,6 +55,13 @@ def rejected_saved(right: Any, self: Any, request: Any, *arguments: Any, **named
         return right(self, request, *arguments, **named)
     finally:
         request.num_computed_tokens = computed
+
+
+def half_told(right: Any, self: Any, stored: Any, present: Any) -> None:
+    for key in stored:
+        if whole := self._blocks_of.get(key):
+            self._waiting[whole].missing &= {key}
+    right(self, stored, present)
 
 
 def misplaced(right: Any, self: Any, view: Any, tables: Any, num_external_tokens: int) -> Any:
@@ -178,4 +186,17 @@ wrap(
     worker.PoolWorker,
     "take_loaded",
     lambda right, self: (right(self)[0], set()),
+)
+wrap("routers are told of a block with its first shard", events.BlockEvents, "saved", half_told)
+wrap(
+    "what the store refused is told to routers",
+    events.StoredKeys,
+    "note",
+    lambda right, self, keys, statuses: right(self, keys, [Status.OK] * len(keys)),
+)
+wrap(
+    "routers are never told of the first block of a prompt",
+    events.BlockEvents,
+    "expect",
+    lambda right, self, keys, block: right(self, keys, block) if block.parent else None,
 )

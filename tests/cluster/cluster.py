@@ -16,6 +16,7 @@ from kvpool_connector.config import PoolSettings, StoreSettings
 from kvpool_connector.contract.clock import Clock
 from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.shards import RankShards, ShardMap
+from kvpool_connector.events import BlockEvents
 from kvpool_connector.lookup import StoreLookup
 from kvpool_connector.mooncake import MooncakeStore
 from kvpool_connector.outage import Outage
@@ -33,6 +34,7 @@ from tests.cluster.device import SimulatedDevice
 from tests.cluster.ranks import groups_of, memory_of, registered_groups, topology_of
 from tests.cluster.scenario import Scenario, scenario
 from tests.cluster.sides import PoolSchedulerSide, PoolWorkerSide
+from tests.cluster.told import Told
 
 SEGMENT_BYTES = 16 << 20
 PIECE_BYTES = 16_384
@@ -82,6 +84,11 @@ class Cluster:
         self._latencies = Random(f"latency/{scenario.seed}")
         self._module = faulty_store(tasks, self.faults, self._latency, 30.0)
         self.owner = self._new_owner()
+        self.told = Told(
+            master,
+            keeps_all=self._keeps_all,
+            tells_all=scenario.num_engines == 1 or not scenario.settings.get("use_layerwise"),
+        )
         self.engines = [self._engine(f"engine-{i}") for i in range(scenario.num_engines)]
 
     def _latency(self) -> float:
@@ -135,7 +142,14 @@ class Cluster:
             memory = memory_of(shape, topology, coordinates, scenario.limits.num_blocks)
             device = SimulatedDevice(self.tasks, record, self.faults)
             worker = PoolWorker(
-                settings, self._store(settings), device, topology, coordinates, ModelIdentity(shape.model), clock
+                settings,
+                self._store(settings),
+                device,
+                topology,
+                coordinates,
+                ModelIdentity(shape.model),
+                clock,
+                reports_stored=True,
             )
             announced.append(worker.register(memory.caches.kv_caches, registered_groups(shape, memory.caches)))
             ranks.append(
@@ -147,6 +161,7 @@ class Cluster:
         ]
         outage = Outage(clock, settings.outage_pause_s)
         lookup = StoreLookup(self._store(settings), outage, settings.lookup_timeout_s)
+        events = BlockEvents()
         pool = PoolScheduler(
             rules,
             hash_block_size,
@@ -154,15 +169,16 @@ class Cluster:
             load_between_steps=settings.load_async,
             save_decode_cache=settings.save_decode_cache,
             clock=clock,
+            events=events,
         )
-        pool.set_shards(ShardMap(topology, announced))
+        side = PoolSchedulerSide(pool, ShardMap(topology, announced), events, self.told.hear)
         guesses = Random(f"guesses/{scenario.seed}/{name}")
         chances: dict[tuple[str, int], int] = {}
 
         def accepts(request: Request, position: int) -> int:
             return chances.setdefault((request.request_id, position), guesses.randint(0, 3))
 
-        scheduler = Scheduler(groups, scenario.limits, PoolSchedulerSide(pool), hash_block_size, accepts)
+        scheduler = Scheduler(groups, scenario.limits, side, hash_block_size, accepts)
         engine = Engine(name, self.tasks, scheduler, groups, ranks, scenario.timing, self._slow)
         return engine
 
@@ -262,6 +278,7 @@ class Cluster:
         self.outcome.num_loads = self._count("load_blocks_ok")
         if self._keeps_all and (misses := self._count("load_blocks_miss")):
             self._violation(f"{misses} block loads missed in a pool that nothing ever left")
+        self.outcome.violations += self.told.judge(self.engines)
         found, self.outcome.num_audited, self.outcome.num_missing = audit(self.engines)
         self.outcome.violations += found
 

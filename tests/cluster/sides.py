@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvpool_connector.contract.shards import ShardMap
 from kvpool_connector.engine import scheduled_of, tables_of, view_of
+from kvpool_connector.events import BlockEvents, StoredBlock
 from kvpool_connector.metadata import LoadReport, StepMetadata
 from kvpool_connector.scheduler import PoolScheduler
 from kvpool_connector.worker import PoolWorker
@@ -29,8 +32,19 @@ class Report:
 class PoolSchedulerSide:
     """A `SchedulerSide`."""
 
-    def __init__(self, scheduler: PoolScheduler) -> None:
+    def __init__(
+        self,
+        scheduler: PoolScheduler,
+        shards: ShardMap,
+        events: BlockEvents,
+        hear: Callable[[ShardMap, Sequence[StoredBlock | None]], None],
+    ) -> None:
+        """`hear` is a router that is told of `events`."""
         self.scheduler = scheduler
+        self.shards = shards
+        self.events = events
+        self._hear = hear
+        scheduler.set_shards(shards)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return self.scheduler.num_matched_tokens(view_of(request), num_computed_tokens)
@@ -45,6 +59,7 @@ class PoolSchedulerSide:
         self.scheduler.blocks_failed(connector_output.invalid_block_ids)
         if connector_output.kv_connector_worker_meta is not None:
             self.scheduler.report(connector_output.kv_connector_worker_meta.report)
+        self._hear(self.shards, self.events.take())
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvpool_connector.contract.status import Status
 
-MAX_BLOCKS = 1 << 16
+MAX_BLOCKS = 1 << 14
 """That are waited for, and that nobody has taken: of both the oldest are forgotten first."""
 
 

@@ -303,7 +303,9 @@ class LayerSaver:
         )
         ended = [one.status for one in group.objects if one.status]
         if self._stored is not None:
-            self._stored.note([one.key for one in group.objects if one.status], ended)
+            # Of a key that is there when a session begins another writer may be in the middle, and give it up.
+            stored = [one.key for one in group.objects if one.status is Status.OK]
+            self._stored.note(stored, [Status.OK] * len(stored))
         count_saved(ended, object_bytes, self._outage, self._counters)
         for fault, count in Counter(one.fault for one in group.objects if one.fault and not one.status).items():
             self._counters.add(f"save_blocks_dropped_{fault}", count)
