@@ -158,8 +158,8 @@ wrap(
 wrap(
     "whatever was looked up is a hit",
     scheduler.PoolScheduler,
-    "_reaches",
-    lambda right, self, boundary, local, present: True,
+    "_obstacle",
+    lambda right, self, boundary, local, present: None,
 )
 wrap(
     "ended requests are remembered",

@@ -24,10 +24,14 @@ HOLE: dict[str, Any] = {"present": [0, 2, 3], "local": 0, "expected": 16}
 plant(
     "a hit is a sum, not a leading run",
     PoolScheduler,
-    "_reaches",
-    lambda self, boundary, local, present: all(
-        sum(blocks.values()) * rule.block_size >= boundary - local
-        for rule, blocks in zip(self._rules, present, strict=True)
+    "_obstacle",
+    lambda self, boundary, local, present: next(
+        (
+            (group, boundary // rule.block_size - 1)
+            for group, (rule, blocks) in enumerate(zip(self._rules, present, strict=True))
+            if sum(blocks.values()) * rule.block_size < boundary - local
+        ),
+        None,
     ),
     LEADING_RUN,
     **HOLE,
@@ -35,14 +39,19 @@ plant(
 plant(
     "a hole in the middle is ignored: the last block decides",
     PoolScheduler,
-    "_reaches",
-    lambda self, boundary, local, present: all(
-        blocks[boundary // rule.block_size - 1] for rule, blocks in zip(self._rules, present, strict=True)
+    "_obstacle",
+    lambda self, boundary, local, present: next(
+        (
+            (group, boundary // rule.block_size - 1)
+            for group, (rule, blocks) in enumerate(zip(self._rules, present, strict=True))
+            if not blocks[boundary // rule.block_size - 1]
+        ),
+        None,
     ),
     LEADING_RUN,
     **HOLE,
 )
-plant("whatever was asked for is a hit", PoolScheduler, "_reaches", lambda *_: True, LEADING_RUN, **HOLE)
+plant("whatever was asked for is a hit", PoolScheduler, "_obstacle", lambda *_: None, LEADING_RUN, **HOLE)
 wrap(
     "a hit is one block too long",
     PoolScheduler,

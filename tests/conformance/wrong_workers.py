@@ -141,8 +141,8 @@ wrap(
     "the queue of saves has no bound",
     saver.Saver,
     "__init__",
-    lambda right, self, transfers, fence, outage, counters, bound, limit: right(
-        self, transfers, fence, outage, counters, 1 << 30, limit
+    lambda right, self, transfers, fence, outage, counters, bound, *others: right(
+        self, transfers, fence, outage, counters, 1 << 30, *others
     ),
     "test_worker:test_d23_the_queue_is_bounded_and_drops_are_counted",
 )
