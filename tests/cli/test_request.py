@@ -38,13 +38,15 @@ def test_no_engine_and_no_such_request_are_errors(pool: Pool, tmp_path: Path) ->
     [
         (Decision("r", 0, "hit", 70, 0, 64, 64, loaded_tokens=64), 0, "All of the 64 tokens"),
         (
-            Decision("r", 0, "hit", 70, 0, 64, 32, 0, 2, ("k1",), 2),
+            Decision("r", 0, "hit", 70, 0, 64, 32, 0, 0, 2, ("k1",), 2),
             1,
             "Block 2 of group 0 was there in part; 1 of its 2",
         ),
-        (Decision("r", 0, "miss", 70, 0, 64, 0, 1, 0, ("k0",), 1), 1, "Block 0 of group 1 was not there"),
+        (Decision("r", 0, "miss", 70, 0, 64, 0, 0, 1, 0, ("k0",), 1), 1, "Block 0 of group 1 was not there"),
         (Decision("r", 0, "hit", 70, 0, 64, 64, loaded_tokens=64, load_failed=True), 1, "did not load"),
         (Decision("r", 0, "unanswered", 70, 0, 64, 0), 1, "event=store_outage"),
+        (Decision("r", 0, "below", 70, 0, 64, 32, 48), 1, "The pool had 32 tokens: fewer than the 48"),
+        (Decision("r", 0, "below", 70, 0, 64, 0, 80), 1, "At most 64 were to be had: fewer than the 80"),
         (Decision("r", 0, "short", 70, 64, 64, 64), 0, "the pool was not asked"),
     ],
 )

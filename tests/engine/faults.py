@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,17 @@ def signal_at_third_read(pid: str, number: str) -> None:
     def statuses_of(call: Any, keys: Sequence[str], *arguments: Any) -> list[Status]:
         if getattr(call, "__name__", "") == "get" and next(reads) == 3:
             os.kill(int(pid), int(number))
+        return RIGHT(call, keys, *arguments)
+
+    transfer.statuses_of = statuses_of
+
+
+def slow_reads(seconds: str) -> None:
+    """Every read takes so long."""
+
+    def statuses_of(call: Any, keys: Sequence[str], *arguments: Any) -> list[Status]:
+        if getattr(call, "__name__", "") == "get":
+            time.sleep(float(seconds))
         return RIGHT(call, keys, *arguments)
 
     transfer.statuses_of = statuses_of

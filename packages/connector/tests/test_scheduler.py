@@ -15,6 +15,7 @@ from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, L
 from kvpool_connector.contract.shards import RankShards, ShardMap
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.topology import Topology
+from kvpool_connector.history import History
 from kvpool_connector.metadata import LoadReport, SaveJob
 from kvpool_connector.scheduler import PoolScheduler, ScheduledRequest, _Unconfirmed
 from kvpool_connector.tracker import GroupRule, RequestView
@@ -552,3 +553,66 @@ def test_e2_lookups_and_tokens_are_counted_once_by_outcome_and_source(monkeypatc
         "pool": 32,
         "computed": 22,
     }
+
+
+@pytest.mark.parametrize(("least", "expected"), [(0, 32), (32, 32), (33, 0)])
+def test_g4_a_hit_of_fewer_tokens_than_the_number_is_computed(least: int, expected: int) -> None:
+    bench = Bench(min_tokens_to_load=least)
+    view = bench.view(70)
+    bench.store(view, [0, 1])
+    assert bench.scheduler.num_matched_tokens(view, 0)[0] == expected
+    assert bench.scheduler.counters.totals()["lookups_hit" if expected else "lookups_below"] == 1
+
+
+def test_g4_what_the_engine_has_itself_does_not_count() -> None:
+    bench = Bench(min_tokens_to_load=33)
+    view = bench.view(70)
+    bench.store(view, range(4))
+    assert bench.scheduler.num_matched_tokens(view, 16)[0] == 48
+    assert bench.scheduler.num_matched_tokens(view, 32)[0] == 0
+
+
+def test_g4_a_prompt_shorter_than_the_number_is_not_looked_up_but_follows_resets() -> None:
+    bench = Bench(min_tokens_to_load=65)
+    view = bench.view(65)
+    bench.store(view, range(4))
+    assert bench.scheduler.num_matched_tokens(view, 0)[0] == 0
+    assert not {key for asked in bench.lookup.asked for key in asked} & bench.lookup.present
+    other = Bench()
+    other.scheduler.reset()
+    bench.lookup.present |= other.lookup.present
+    bench.clock.time += 2
+    bench.scheduler.num_matched_tokens(view, 0)
+    assert bench.scheduler.epoch == 1
+
+
+def test_g4_the_number_is_learnt_from_what_workers_and_clock_say() -> None:
+    """Loads take a second, steps a millisecond a token."""
+    history = History(100)
+    bench = Bench(min_tokens_to_load="auto", history=history)
+    found = []
+    for number in range(40):
+        name = f"r{number}"
+        view = bench.view(65, name)
+        bench.store(view, range(4))
+        hit, _ = bench.scheduler.num_matched_tokens(view, 0)
+        found.append(hit)
+        bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], hit)
+        for computed, tokens in ((hit, 65 - hit), (65, 1)):
+            step = bench.scheduler.build_step([ScheduledRequest(name, [[1, 2, 3, 4, 5]], True, computed, tokens)])
+            bench.clock.time += 1e-3 * tokens
+            loaded = frozenset(job.request_id for job in step.loads)
+            bench.clock.time += len(loaded)
+            seconds = dict.fromkeys(loaded, 1.0)
+            bench.scheduler.report(LoadReport(loaded, seconds=seconds, step=step.number))
+        assert not bench.scheduler.finished(name, 66, completed=False)
+    # Three loads tell of loading, four hits are computed to learn of computing, and then it is known.
+    assert found == [64] * 3 + [0] * 37
+    assert not bench.scheduler._load_tokens
+    (last,) = history.find("r39")
+    assert (last.result, last.least_tokens) == ("below", 8193)
+
+
+def test_without_auto_no_step_is_numbered() -> None:
+    bench = Bench()
+    assert bench.scheduler.build_step([]).number == 0

@@ -543,3 +543,38 @@ def test_h1_one_failure_is_at_most_two_lines(
         assert len(told) <= 4
         assert all(len(line) < 400 for line in told)
         assert any(re.search(r"(blocks|keys|count)=\d+", line) for line in told), "how many is told"
+
+
+def test_loads_are_timed_where_no_computing_overlaps_and_failed_ones_are_not() -> None:
+    with rig() as worker:
+        worker.fill(1, 11)
+        worker.save({1: 11})
+        worker.drain()
+        for between in (False, True):
+            worker.load({2: 11}, between_steps=between)
+            if between:
+                worker.wait_loaded()
+            report = worker.worker.take_report()
+            assert report is not None
+            assert report.seconds == {"r": 0.0}
+        worker.load({2: 12})
+        report = worker.worker.take_report()
+        assert report is not None
+        assert (report.failed, report.seconds) == ({"r"}, {})
+
+
+def test_a_numbered_step_is_told_of_once() -> None:
+    with rig() as worker:
+        step = StepMetadata(number=7)
+        worker.worker.begin_step(step)
+        worker.worker.end_step(step)
+        report = worker.worker.take_report()
+        assert report is not None
+        assert report.step == 7
+        assert worker.worker.take_report() is None
+
+
+def test_of_all_ranks_the_slowest_load_counts() -> None:
+    reports = [LoadReport(frozenset({"r"}), seconds={"r": seconds}, step=3) for seconds in (1.0, 3.0, 2.0)]
+    merged = reports[0].merge(reports[1]).merge(reports[2])
+    assert (merged.seconds, merged.step) == ({"r": 3.0}, 3)

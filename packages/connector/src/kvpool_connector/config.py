@@ -181,6 +181,8 @@ class PoolSettings(_Settings):
     """Mooncake over TCP fails or hangs above about 2,048 buffers in flight."""
     max_bytes_per_call: Size = 256 * MIB
     """Keeps one read well inside the lease."""
+    min_tokens_to_load: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Fewer tokens than these are computed though the pool has them; `auto`: where it is faster, as measured."""
     max_queued_blocks: Annotated[int, Field(ge=1)] = 16384
     """Blocks that may wait to be saved; more are dropped and counted."""
     setup_timeout_s: Seconds = 15.0

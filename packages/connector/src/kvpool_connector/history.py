@@ -33,14 +33,17 @@ class Decision(msgspec.Struct):
     time_s: float
     """Of the lookup; seconds since the epoch."""
     result: str
-    """`hit`, `miss`, `unanswered` (the store was down or late) or `short` (no block left to ask for)."""
+    """`hit`, `miss`, `unanswered` (the store was down or late), `short` (no block left to ask for) or `below` (less
+    than `min_tokens_to_load`)."""
     num_tokens: int
     engine_tokens: int
     """In the engine's own prefix cache."""
     most_tokens: int
     """Up to the last block that could be hit."""
     hit_tokens: int
-    """In the engine's cache or in the pool."""
+    """In the engine's cache or in the pool, as far as the pool was asked."""
+    least_tokens: int = 0
+    """Of the pool's, to be loaded: `min_tokens_to_load`, given or learnt."""
     group: int = 0
     block: int = 0
     """With `missing_keys`: the first block that was needed and not there."""

@@ -138,8 +138,7 @@ class Loader:
         self._outage.note([Status.TIMEOUT] * reasons[Status.TIMEOUT])
         total = sum(len(block_ids) for _, block_ids in load.batches)
         self._counters.add("load_blocks_ok", total - len(failed))
-        elapsed_s = self._clock.now() - (load.deadline - self._timeout_s)
-        self._counters.add("load_time_us", max(0, round(elapsed_s * 1e6)))
+        self._counters.add("load_time_us", round(self.elapsed_s(load) * 1e6))
         for status, count in reasons.items():
             self._counters.add(f"load_blocks_{status.value}", count)
         if failed:
@@ -152,6 +151,10 @@ class Loader:
             )
             logger.debug("event=load_failed request=%s block_ids=%s", load.request_id, failed[:16])
         return failed
+
+    def elapsed_s(self, load: Load) -> float:
+        """Seconds since the load began."""
+        return max(0.0, self._clock.now() - (load.deadline - self._timeout_s))
 
     def overdue(self, load: Load) -> bool:
         """True when nobody should wait for the load any more."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvpool_connector.tracing import Headers
 
@@ -53,12 +54,25 @@ class LoadReport:
     """Keys of objects that were stored; only where the engine publishes KV events, as `present`."""
     present: frozenset[str] = frozenset()
     """Keys of objects that were to be stored and were there."""
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """How long loads that did not fail took, on the slowest rank; only of those that no computing overlapped."""
+    step: int = field(default=0, compare=False)
+    """`StepMetadata.number` of the step that has ended."""
 
     def merge(self, other: LoadReport) -> LoadReport:
         """A load failed when it failed anywhere."""
         failed = self.failed | other.failed
-        loaded = (self.loaded | other.loaded) - failed
-        return LoadReport(loaded, failed, self.stored | other.stored, self.present | other.present)
+        seconds = dict(self.seconds)
+        for request_id, taken in other.seconds.items():
+            seconds[request_id] = max(taken, seconds.get(request_id, 0.0))
+        return LoadReport(
+            (self.loaded | other.loaded) - failed,
+            failed,
+            self.stored | other.stored,
+            self.present | other.present,
+            seconds,
+            max(self.step, other.step),
+        )
 
 
 @dataclass(frozen=True)
@@ -69,3 +83,5 @@ class StepMetadata:
     saves: tuple[SaveJob, ...] = ()
     overwritten: frozenset[int] = frozenset()
     """Block ids that this step's computing or loading may write: queued saves of their old content end here."""
+    number: int = 0
+    """Of the step, where the scheduler side measures how long steps take; workers send it back. 0 where it does not."""

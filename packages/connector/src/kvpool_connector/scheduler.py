@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.shards import ShardMap
@@ -21,6 +21,7 @@ from kvpool_connector.events import BlockEvents, StoredBlock
 from kvpool_connector.history import Decision, History
 from kvpool_connector.lookup import Lookup
 from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
+from kvpool_connector.threshold import FixedThreshold, LearntThreshold, StepTimes
 from kvpool_connector.tracing import Timer, Trace
 from kvpool_connector.tracker import GroupRule, RequestTracker, RequestView
 
@@ -83,6 +84,7 @@ class PoolScheduler:
         load_between_steps: bool = False,
         save_decode_cache: bool = False,
         confirm_after_steps: int | None = None,
+        min_tokens_to_load: int | Literal["auto"] = 0,
         clock: Clock | None = None,
         trace: Trace | None = None,
         history: History | None = None,
@@ -91,7 +93,8 @@ class PoolScheduler:
         """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size.
 
         `confirm_after_steps`: for engines that carry no `LoadReport`, the steps after which a load that computing
-        waited for has surely been heard of if it failed. `events` is told of saves and resets.
+        waited for has surely been heard of if it failed. `events` is told of saves and resets. `min_tokens_to_load`:
+        see `kvpool_connector.threshold`.
         """
         self._rules = rules
         self._hash_block_size = hash_block_size
@@ -106,6 +109,10 @@ class PoolScheduler:
         self._history = history
         self._events = events
         self._alignment = math.lcm(*(rule.block_size for rule in rules))
+        self._learnt = LearntThreshold(self._alignment) if min_tokens_to_load == "auto" else None
+        self._threshold = self._learnt or (FixedThreshold(int(min_tokens_to_load)) if min_tokens_to_load else None)
+        self._load_tokens: dict[str, int] = {}
+        self._steps = StepTimes(self._clock)
         self._shards: ShardMap | None = None
         self._hits: dict[str, _Hit] = {}
         self._trackers: dict[str, RequestTracker] = {}
@@ -177,12 +184,20 @@ class PoolScheduler:
             self.counters.add("lookups_short")
             self._remember(view, "short", local, limit, local)
             return local
+        if self._threshold and not self._threshold.worth(limit - local):
+            self._follow_resets()
+            self.counters.add("lookups_below")
+            self._remember(view, "below", local, limit, local)
+            return local
         spans = [
             (local // rule.block_size, limit // rule.block_size, len(self._shards.shards(group)))
             for group, rule in enumerate(self._rules)
         ]
         timer = self._trace and Timer(self._trace, "kvpool.lookup", view.request_id, view.trace_headers)
+        asked = self._clock.now()
         statuses = self._ask(view, spans)
+        if self._learnt:
+            self._learnt.looked_up(self._clock.now() - asked)
         self.counters.add("lookup_keys", len(statuses))
         present: list[dict[int, bool]] = []
         at = 0
@@ -201,12 +216,14 @@ class PoolScheduler:
         self.counters.add("lookup_hit_tokens", max(0, boundary - local))
         unanswered = any(status.outage for status in statuses)
         result = "hit" if boundary > local else "unanswered" if unanswered else "miss"
+        if self._threshold and local < boundary < limit and not self._threshold.worth(boundary - local):
+            result = "below"
         self.counters.add(f"lookups_{result}")
         if timer:
             num_found = max(0, boundary - local)
             timer.end(result=result, keys=len(statuses), tokens=limit - local, hit_tokens=num_found)
         self._remember(view, result, local, limit, max(boundary, local), obstacle, statuses, spans)
-        return max(boundary, local)
+        return boundary if result == "hit" else local
 
     def _remember(
         self,
@@ -223,6 +240,7 @@ class PoolScheduler:
         if self._history is None:
             return
         decision = Decision(view.request_id, time.time(), result, view.num_tokens, local, limit, hit)
+        decision.least_tokens = self._threshold.tokens if self._threshold else 0
         if obstacle is not None and self._shards is not None:
             decision.group, decision.block = group, index = obstacle
             at = sum((end - start) * num_shards for start, end, num_shards in spans[:group])
@@ -322,6 +340,8 @@ class PoolScheduler:
         if self._history is not None:
             self._history.loading(view.request_id, num_external_tokens)
         start, end = hit.num_computed_tokens, hit.num_computed_tokens + num_external_tokens
+        if self._learnt:
+            self._load_tokens[view.request_id] = num_external_tokens
         blocks: list[GroupBlocks] = []
         for group, (rule, table) in enumerate(zip(self._rules, tables, strict=True)):
             indices = range(start // rule.block_size, end // rule.block_size)
@@ -355,7 +375,9 @@ class PoolScheduler:
             if not job.between_steps:
                 self._unconfirmed[job.request_id] = _Unconfirmed(ids, self._num_steps)
         saves, self._final_saves = self._final_saves, []
+        num_tokens = 0
         for request in scheduled:
+            num_tokens += request.num_scheduled_tokens
             tracker = self._trackers.get(request.request_id)
             if tracker is None:
                 continue
@@ -364,7 +386,12 @@ class PoolScheduler:
             tracker.num_computed_tokens = request.num_computed_tokens + request.num_scheduled_tokens
             if self._saves and tracker.view.poolable and self._shards:
                 saves += self._due(tracker, request.num_computed_tokens)
-        return StepMetadata(tuple(loads), tuple(saves), frozenset(overwritten))
+        number = 0
+        if self._learnt:
+            number = self._num_steps
+            waits = any(not job.between_steps for job in loads)
+            self._steps.began(number, num_tokens, usual=bool(num_tokens) and not waits)
+        return StepMetadata(tuple(loads), tuple(saves), frozenset(overwritten), number)
 
     def _take_blocks(self, tracker: RequestTracker, tables: Tables, request: ScheduledRequest) -> set[int]:
         """Bring the tracker's block tables up to date; the blocks that the step may write."""
@@ -438,6 +465,7 @@ class PoolScheduler:
         an abort.
         """
         self._hits.pop(request_id, None)
+        self._load_tokens.pop(request_id, None)
         tracker = self._trackers.pop(request_id, None)
         if tracker is not None:
             self._leave(tracker)
@@ -453,12 +481,23 @@ class PoolScheduler:
         return bool(jobs)
 
     def report(self, report: LoadReport) -> None:
-        """What the workers, together, say of loads and saves that have ended."""
+        """What the workers, together, say of loads and saves that have ended, and of the step."""
         if self._events:
             self._events.saved(report.stored, report.present)
+        if self._learnt:
+            self._learn(self._learnt, report)
         ended = {r: self._unconfirmed.pop(r) for r in report.loaded | report.failed if r in self._unconfirmed}
         self._evict_failed([ended[request_id] for request_id in report.failed if request_id in ended])
         self.loads_failed(report.failed)
+
+    def _learn(self, learnt: LearntThreshold, report: LoadReport) -> None:
+        if report.step:
+            for num_tokens, seconds in self._steps.ended(report.step):
+                learnt.stepped(num_tokens, seconds)
+        for request_id in report.loaded | report.failed:
+            tokens = self._load_tokens.pop(request_id, 0)
+            if tokens and request_id in report.seconds:
+                learnt.loaded(tokens, report.seconds[request_id])
 
     def _leave(self, tracker: RequestTracker) -> None:
         """A request lets go of its blocks; the engine's cache keeps them, whatever becomes of a load under way."""

@@ -31,7 +31,7 @@ FAMILIES = (
     Family(
         "kvpool_lookups",
         "Lookups of a prompt by outcome.",
-        {f"lookups_{result}": result for result in ("hit", "miss", "unanswered", "short")},
+        {f"lookups_{result}": result for result in ("hit", "miss", "unanswered", "short", "below")},
     ),
     Family("kvpool_lookup_keys", "Keys that lookups asked for.", {"lookup_keys": "asked"}),
     Family("kvpool_lookup_hit_tokens", "Tokens that lookups found in the pool.", {"lookup_hit_tokens": "hit"}),

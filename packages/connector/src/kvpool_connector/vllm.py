@@ -275,6 +275,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             save_decode_cache=settings.save_decode_cache,
             # One step may be in flight with asynchronous scheduling, and one a stage with pipeline parallelism.
             confirm_after_steps=None if REPORTS_LOADS else 1 + self._topology.pp_size,
+            min_tokens_to_load=settings.min_tokens_to_load,
             trace=trace_of(self._vllm_config),
             events=self._events,
             history=history,

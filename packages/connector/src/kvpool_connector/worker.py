@@ -91,6 +91,7 @@ class PoolWorker:
         self._shards: tuple[Shard | None, ...] = ()
         self._descriptors: tuple[Descriptor | None, ...] = ()
         self._epoch = 0
+        self._step_number = 0
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._step_loads: list[Load] = []
@@ -255,6 +256,7 @@ class PoolWorker:
             self._epoch = newest
             assert self._saver is not None, "register() comes first"
             self._saver.soon(partial(self._describe, newest))
+        self._step_number = step.number
         final = [job for job in step.saves if job.final]
         if final:
             # Computed by earlier steps, so the event of now is late enough.
@@ -293,7 +295,8 @@ class PoolWorker:
             load = self._loads().start(job.request_id, self._group_loads(job), self._before_step)
             (self._open_loads if job.between_steps else self._step_loads).append(load)
         for load in self._step_loads:
-            self._note(load.request_id, self._loads().finish(load))
+            failed = self._loads().finish(load)
+            self._note(load.request_id, failed, self._loads().elapsed_s(load))
         self._step_loads.clear()
         if by_layers and self._layer_loader is not None and self._before_step is not None:
             self._layer_load = self._layer_loader.start(by_layers, self._before_step)
@@ -330,13 +333,17 @@ class PoolWorker:
                 self._note(request_id, failed)
         self._layer_load = None
 
-    def _note(self, request_id: str, failed: Sequence[int]) -> None:
+    def _note(self, request_id: str, failed: Sequence[int], seconds: float | None = None) -> None:
+        """A load has ended; `seconds` after it began, where it overlapped with no computing."""
         self._failed_blocks.update(failed)
         if timed := self._timers.pop(request_id, None):
             timer, num_blocks = timed
             timer.end(blocks=num_blocks, failed_blocks=len(failed), rank=str(self._rank))
         outcome = frozenset((request_id,))
-        self._report = self._report.merge(LoadReport(failed=outcome) if failed else LoadReport(loaded=outcome))
+        measured = {} if seconds is None or failed else {request_id: seconds}
+        self._report = self._report.merge(
+            LoadReport(failed=outcome) if failed else LoadReport(loaded=outcome, seconds=measured)
+        )
 
     def end_step(self, step: StepMetadata) -> None:
         """After the forward pass: queue this step's saves, and end its loads."""
@@ -363,7 +370,7 @@ class PoolWorker:
                 self._open_loads.remove(load)
                 ended.add(load.request_id)
                 failed = self._loads().settle(load)
-                self._note(load.request_id, failed)
+                self._note(load.request_id, failed, self._loads().elapsed_s(load))
                 if failed:
                     failed_requests.add(load.request_id)
         return ended, failed_requests
@@ -379,12 +386,13 @@ class PoolWorker:
         return failed
 
     def take_report(self) -> LoadReport | None:
-        """Outcome of the loads and saves that ended since the last call; None when there is nothing to say."""
+        """Outcome of the loads and saves that ended since the last call, and of the step; None with nothing to say."""
         report, self._report = self._report, LoadReport()
         if self._stored is not None:
             stored, present = self._stored.take()
             report = replace(report, stored=stored, present=present)
-        return report if report != LoadReport() else None
+        number, self._step_number = self._step_number, 0
+        return replace(report, step=number) if report != LoadReport() or number else None
 
     def drain(self, timeout_s: float) -> bool:
         """True once all saves that were queued have ended; False when that took longer than `timeout_s` seconds."""

@@ -48,6 +48,10 @@ def why(decision: Decision) -> str:
         return f"{d.loaded_tokens} tokens were hit and did not load, so they were computed; the engine's log says more"
     if d.result == "short":
         return "The engine's own cache left no whole block to ask for, so the pool was not asked"
+    if d.result == "below":
+        found = d.hit_tokens - d.engine_tokens
+        had = f"The pool had {found} tokens" if found else f"At most {d.most_tokens - d.engine_tokens} were to be had"
+        return f"{had}: fewer than the {d.least_tokens} from which on loading is chosen (min_tokens_to_load)"
     if d.result == "unanswered":
         return "The store was down or did not answer in time, so nothing was loaded; see event=store_outage in the log"
     if d.hit_tokens >= d.most_tokens:
