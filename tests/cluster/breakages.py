@@ -152,8 +152,8 @@ wrap("the local hit is loaded in place of what follows", scheduler.PoolScheduler
 wrap(
     "keys do not tell adapters and salts apart",
     shards.Shard,
-    "key",
-    lambda right, self, block_hash, tag="": right(self, block_hash),
+    "keys",
+    lambda right, self, block_hashes, tag="": right(self, block_hashes),
 )
 wrap(
     "whatever was looked up is a hit",

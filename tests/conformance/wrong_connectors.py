@@ -294,7 +294,7 @@ isolation_mistake("keys without the MTP layer", without(layers=()), "mtp")
 isolation_mistake("keys without the model", without(model=descriptor.ModelIdentity("")), "model")
 isolation_mistake(
     "keys without a namespace",
-    attribute(shards.Shard, "key", lambda self, h, tag="": f"{self.fingerprint}/{h.hex()}{tag}"),
+    attribute(shards.Shard, "keys", lambda self, hs, tag="": [f"{self.fingerprint}/{h.hex()}{tag}" for h in hs]),
     "namespace",
 )
 plant(
@@ -356,7 +356,9 @@ plant(
 layout_mistake(
     "keys without the block's hash",
     "mla",
-    attribute(shards.Shard, "key", lambda self, h, tag="": f"{self.namespace}/{self.fingerprint}/{tag}"),
+    attribute(
+        shards.Shard, "keys", lambda self, hs, tag="": [f"{self.namespace}/{self.fingerprint}/{tag}" for _ in hs]
+    ),
 )
 
 # Rows with copies, several groups, or another byte order.

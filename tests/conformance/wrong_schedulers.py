@@ -29,7 +29,7 @@ plant(
         (
             (group, boundary // rule.block_size - 1)
             for group, (rule, blocks) in enumerate(zip(self._rules, present, strict=True))
-            if sum(blocks.values()) * rule.block_size < boundary - local
+            if sum(blocks) * rule.block_size < boundary - local
         ),
         None,
     ),
@@ -44,7 +44,7 @@ plant(
         (
             (group, boundary // rule.block_size - 1)
             for group, (rule, blocks) in enumerate(zip(self._rules, present, strict=True))
-            if not blocks[boundary // rule.block_size - 1]
+            if not blocks[(boundary - local) // rule.block_size - 1]
         ),
         None,
     ),
@@ -127,7 +127,7 @@ wrap(
     "keys without adapter and salt",
     shards.ShardMap,
     "keys",
-    lambda right, self, group, block_hash, tag="": right(self, group, block_hash),
+    lambda right, self, group, block_hashes, tag="": right(self, group, block_hashes),
     "test_scheduler:test_b3_adapters_and_salts_do_not_share",
 )
 wrap(

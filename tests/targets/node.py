@@ -147,7 +147,7 @@ class LocalNode:
     def hits(self, contents: Sequence[str]) -> int:
         shards = ShardMap(self._topology, self.all_ranks())
         for count, content in enumerate(contents):
-            keys = [key for group in range(shards.num_groups) for key in shards.keys(group, block_hash(content))]
+            keys = [key for group in range(shards.num_groups) for key in shards.keys(group, [block_hash(content)])]
             if any(status is not Status.OK for status in self._store.exist(keys)):
                 return count
         return len(contents)

@@ -74,7 +74,7 @@ class Bench:
 
     def keys(self, view: RequestView, group: int, index: int) -> list[str]:
         end = (index + 1) * self.rules[group].block_size
-        return self.shards.keys(group, view.block_hashes[end // self.unit - 1], view.tag)
+        return self.shards.keys(group, [view.block_hashes[end // self.unit - 1]], view.tag)
 
     def store(self, view: RequestView, blocks: Sequence[int], group: int = 0) -> None:
         for index in blocks:
@@ -501,6 +501,8 @@ class CountedHashes(Sequence[bytes]):
         return self.num_blocks
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.num_blocks))]
         self.taken += 1
         return hashlib.sha256(b"%d" % index).digest()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvpool_connector.answers import statuses_of
-from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.status import Status, num_outages
 from kvpool_connector.contract.store import Store
 from kvpool_connector.local_socket import LocalServer, receive, send, socket_directory
 from kvpool_connector.lookup import write_markers
@@ -85,7 +85,7 @@ class SocketLookup:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.info("event=lookup_failed path=%s error=%s", self._path, error)
             statuses = [Status.UNAVAILABLE] * len(keys)
-        if any(status.outage for status in statuses):
+        if num_outages(statuses):
             # A late answer must not be taken for the next question's.
             self.close()
         self._outage.note(statuses)

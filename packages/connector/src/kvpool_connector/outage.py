@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from kvpool_connector.contract.clock import Clock
-from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.status import Status, num_outages
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Outage:
 
     def note(self, statuses: Sequence[Status]) -> None:
         """Learn from the store's answers. One line is logged when an outage begins."""
-        outages = sum(status.outage for status in statuses)
+        outages = num_outages(statuses)
         if not outages:
             return
         if not self.active:

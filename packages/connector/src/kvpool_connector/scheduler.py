@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.shards import ShardMap
-from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.status import Status, num_outages
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import marker, newest_epoch
 from kvpool_connector.events import BlockEvents, StoredBlock
@@ -199,14 +199,12 @@ class PoolScheduler:
         if self._learnt:
             self._learnt.looked_up(self._clock.now() - asked)
         self.counters.add("lookup_keys", len(statuses))
-        present: list[dict[int, bool]] = []
+        present: list[list[bool]] = []
         at = 0
         for start, end, num_shards in spans:
-            blocks: dict[int, bool] = {}
-            for index in range(start, end):
-                blocks[index] = all(status is Status.OK for status in statuses[at : at + num_shards])
-                at += num_shards
-            present.append(blocks)
+            past = at + (end - start) * num_shards
+            present.append(_whole(statuses[at:past], num_shards))
+            at = past
         boundary = limit
         obstacle: tuple[int, int] | None = None
         while boundary > local and (found := self._obstacle(boundary, local, present)):
@@ -214,8 +212,7 @@ class PoolScheduler:
             # A nearer boundary needs no block less of those in front of it, so none behind this block will do.
             boundary = index * self._rules[group].block_size // self._alignment * self._alignment
         self.counters.add("lookup_hit_tokens", max(0, boundary - local))
-        unanswered = any(status.outage for status in statuses)
-        result = "hit" if boundary > local else "unanswered" if unanswered else "miss"
+        result = "hit" if boundary > local else "unanswered" if num_outages(statuses) else "miss"
         if self._threshold and local < boundary < limit and not self._threshold.worth(boundary - local):
             result = "below"
         self.counters.add(f"lookups_{result}")
@@ -245,7 +242,7 @@ class PoolScheduler:
             decision.group, decision.block = group, index = obstacle
             at = sum((end - start) * num_shards for start, end, num_shards in spans[:group])
             at += (index - spans[group][0]) * spans[group][2]
-            keys = self._shards.keys(group, self._hash(view, self._rules[group], index), view.tag)
+            keys = self._shards.keys(group, [self._hash(view, self._rules[group], index)], view.tag)
             missing = (key for key, status in zip(keys, statuses[at:], strict=False) if status is not Status.OK)
             decision.missing_keys, decision.block_keys = tuple(missing), len(keys)
         self._history.looked_up(decision)
@@ -256,8 +253,7 @@ class PoolScheduler:
         for _ in range(MAX_MOVES):
             keys: list[str] = []
             for group, (rule, (start, end, _)) in enumerate(zip(self._rules, spans, strict=True)):
-                for index in range(start, end):
-                    keys += self._shards.keys(group, self._hash(view, rule, index), view.tag)
+                keys += self._shards.keys(group, self._hashes(view, rule, start, end), view.tag)
             epoch = self._shards.epoch
             this, following = (marker(self._shards.namespace, epoch + i) for i in (0, 1))
             # In one call with the blocks: an answer about blocks is never older than that about the epoch.
@@ -312,18 +308,25 @@ class PoolScheduler:
             )
         return confirmed
 
-    def _obstacle(self, boundary: int, local: int, present: Sequence[dict[int, bool]]) -> tuple[int, int] | None:
-        """Group and index of the first block that computing on from `boundary` needs and the pool has not."""
+    def _obstacle(self, boundary: int, local: int, present: Sequence[list[bool]]) -> tuple[int, int] | None:
+        """Group and index of the first block that computing on from `boundary` needs and the pool has not.
+
+        `present[group][i]`: whether block `local // block_size + i` of the group is in the pool.
+        """
         for group, (rule, blocks) in enumerate(zip(self._rules, present, strict=True)):
-            first = max(local // rule.block_size, rule.first_needed(boundary))
-            for index in range(first, boundary // rule.block_size):
-                if not blocks[index]:
-                    return group, index
+            first = local // rule.block_size
+            needed = blocks[max(0, rule.first_needed(boundary) - first) : boundary // rule.block_size - first]
+            if False in needed:
+                return group, boundary // rule.block_size - len(needed) + needed.index(False)
         return None
 
+    def _hashes(self, view: RequestView, rule: GroupRule, start: int, end: int) -> Sequence[bytes]:
+        """The hashes of the blocks `start .. end` of a group, each for all tokens before the block's end."""
+        step = rule.block_size // self._hash_block_size
+        return view.block_hashes[(start + 1) * step - 1 : end * step : step]
+
     def _hash(self, view: RequestView, rule: GroupRule, index: int) -> bytes:
-        """The hash that stands for block `index` of a group and for all tokens before its end."""
-        return view.block_hashes[(index + 1) * rule.block_size // self._hash_block_size - 1]
+        return self._hashes(view, rule, index, index + 1)[0]
 
     def allocated(self, view: RequestView, tables: Tables, num_external_tokens: int) -> None:
         """The engine took up a hit of `num_external_tokens` and holds blocks for it; with 0 nothing is loaded."""
@@ -455,7 +458,7 @@ class PoolScheduler:
                 block_size=rule.block_size,
                 lora_name=view.lora_name,
             )
-            events.expect(self._shards.keys(group, block.block_hash, view.tag), block)
+            events.expect(self._shards.keys(group, [block.block_hash], view.tag), block)
 
     def finished(self, request_id: str, num_tokens: int, *, completed: bool) -> bool:
         """The request has ended; True when its blocks must be kept until a worker says that it is saved.
@@ -552,3 +555,11 @@ class PoolScheduler:
     def close(self) -> None:
         """Leave the store."""
         self._lookup.close()
+
+
+def _whole(statuses: Sequence[Status], num_shards: int) -> list[bool]:
+    """For each block whether all its `num_shards` objects are there."""
+    if statuses.count(Status.OK) == len(statuses):
+        return [True] * (len(statuses) // num_shards)
+    whole = [Status.OK] * num_shards
+    return [statuses[i : i + num_shards] == whole for i in range(0, len(statuses), num_shards)]

@@ -425,7 +425,7 @@ class PoolWorker:
         for group in job.blocks:
             if self._shards[group.group]:
                 shard = self._shard(group.group, job.epoch)
-                keys = [shard.key(block_hash, job.tag) for block_hash in group.block_hashes]
+                keys = shard.keys(group.block_hashes, job.tag)
                 loads.append(GroupLoad(group.group, keys, group.block_ids))
         return loads
 
@@ -436,6 +436,6 @@ class PoolWorker:
             mine = [i for i, block_hash in enumerate(group.block_hashes) if self._writer.writes(block_hash)]
             if self._shards[group.group] and mine:
                 shard = self._shard(group.group, job.epoch)
-                keys = [shard.key(group.block_hashes[i], job.tag) for i in mine]
+                keys = shard.keys([group.block_hashes[i] for i in mine], job.tag)
                 saves.append(GroupSave(group.group, keys, [group.block_ids[i] for i in mine]))
         return saves

@@ -50,7 +50,7 @@ def test_tags_are_part_of_the_format() -> None:
 def test_keys_without_a_tag_are_those_of_the_holders() -> None:
     shards = ShardMap(Topology(1), [announced(0, 1)])
     assert shards.num_groups == 2
-    assert shards.keys(1, b"h") == [announced(0, 1).shard(1).key(b"h")]  # type: ignore[union-attr]
+    assert shards.keys(1, [b"h"]) == [announced(0, 1).shard(1).key(b"h")]  # type: ignore[union-attr]
 
 
 def test_the_place_of_a_block_among_writers_is_in_its_last_eight_bytes() -> None:
@@ -91,9 +91,9 @@ def test_ranks_that_disagree_are_named(other: RankShards, words: str) -> None:
 def test_a_reset_between_the_starts_of_two_workers_is_no_disagreement() -> None:
     shards = ShardMap(Topology(1, 2), two_ranks(epochs=(4, 5)))
     assert shards.epoch == 5
-    assert {parse_key(key).epoch for key in shards.keys(0, b"h")} == {5}
+    assert {parse_key(key).epoch for key in shards.keys(0, [b"h"])} == {5}
     shards.move(7)
-    assert {parse_key(key).epoch for key in shards.keys(0, b"h")} == {7}
+    assert {parse_key(key).epoch for key in shards.keys(0, [b"h"])} == {7}
 
 
 def two_ranks(epochs: tuple[int, int]) -> list[RankShards]:

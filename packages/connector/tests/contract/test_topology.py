@@ -63,7 +63,7 @@ def test_b8_f5_every_part_is_held_and_written_exactly_once(topology: Topology) -
 def test_b1_b12_keys_looked_up_are_the_keys_of_all_ranks(topology: Topology) -> None:
     announced = [announce(topology, rank) for rank in topology.ranks()]
     shards = ShardMap(topology, announced)
-    asked = shards.keys(0, b"hash", "0123456789abcdef")
+    asked = shards.keys(0, [b"hash"], "0123456789abcdef")
     used = {shard.key(b"hash", "0123456789abcdef") for rank in announced if (shard := rank.shard(0))}
     assert set(asked) == used
     assert len(asked) == len(used)
@@ -75,7 +75,7 @@ def test_f5_latent_caches_are_one_shard_at_every_tensor_parallel_size() -> None:
     keys = set()
     for tp in (1, 2, 4, 8, 16):
         topology = Topology(1, tp)
-        keys.add(tuple(ShardMap(topology, [announce(topology, rank) for rank in topology.ranks()]).keys(0, b"h")))
+        keys.add(tuple(ShardMap(topology, [announce(topology, rank) for rank in topology.ranks()]).keys(0, [b"h"])))
     assert len(keys) == 1
 
 
@@ -125,7 +125,7 @@ def test_prefill_ranks_that_the_handshake_cannot_name_are_derived() -> None:
     heard = [announce(topology, rank) for rank in topology.ranks() if rank.pcp == 1]
     full = ShardMap(topology, [announce(topology, rank) for rank in topology.ranks()])
     derived = ShardMap(topology, with_prefill_ranks(topology, heard))
-    assert set(derived.keys(0, b"h")) == set(full.keys(0, b"h"))
+    assert set(derived.keys(0, [b"h"])) == set(full.keys(0, [b"h"]))
 
 
 def test_b6_whatever_decides_the_bytes_decides_the_fingerprint() -> None:

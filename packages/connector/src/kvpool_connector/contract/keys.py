@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
@@ -46,7 +47,7 @@ class Key:
         if not self.fingerprint:
             return f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}/{self.name}"
         scope = scope_of(self.namespace, self.epoch, self.fingerprint)
-        return object_key(scope, self.block_hash, self.tag) if self.block_hash else f"{scope}/descriptor"
+        return object_keys(scope, [self.block_hash], self.tag)[0] if self.block_hash else f"{scope}/descriptor"
 
 
 def scope_of(namespace: str, epoch: int, fingerprint: str) -> str:
@@ -54,9 +55,10 @@ def scope_of(namespace: str, epoch: int, fingerprint: str) -> str:
     return f"{PREFIX}/{quote(namespace, safe='')}/{epoch}/{fingerprint}"
 
 
-def object_key(scope: str, block_hash: bytes, tag: str) -> str:
-    """The key of one block's object under a scope. Requests have a thousand and more of them: nothing slow in here."""
-    return f"{scope}/{block_hash.hex()}+{tag}" if tag else f"{scope}/{block_hash.hex()}"
+def object_keys(scope: str, block_hashes: Iterable[bytes], tag: str) -> list[str]:
+    """The keys of blocks' objects under a scope. Requests have a thousand and more of them: nothing slow in here."""
+    keys = map(f"{scope}/".__add__, map(bytes.hex, block_hashes))
+    return [f"{key}+{tag}" for key in keys] if tag else list(keys)
 
 
 def parse_key(text: str) -> Key:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from kvpool_connector.contract.descriptor import Descriptor
 from kvpool_connector.contract.errors import TopologyError
-from kvpool_connector.contract.keys import Key, object_key, scope_of
+from kvpool_connector.contract.keys import Key, object_keys, scope_of
 from kvpool_connector.contract.topology import Rank, Topology, Writer
 
 
@@ -27,7 +28,11 @@ class Shard:
 
     def key(self, block_hash: bytes, tag: str = "") -> str:
         """Key of the object that holds this shard of the block."""
-        return object_key(self._scope, block_hash, tag)
+        return self.keys([block_hash], tag)[0]
+
+    def keys(self, block_hashes: Iterable[bytes], tag: str = "") -> list[str]:
+        """Keys of the objects that hold this shard of the blocks."""
+        return object_keys(self._scope, block_hashes, tag)
 
     def descriptor_key(self) -> str:
         """Key under which the pool keeps the descriptor that the fingerprint stands for."""
@@ -114,9 +119,10 @@ class ShardMap:
         """The distinct shards that together hold `group`."""
         return self._shards[group]
 
-    def keys(self, group: int, block_hash: bytes, tag: str = "") -> list[str]:
-        """Keys of all objects that hold the block: one a shard, the very keys that the holders save and load."""
-        return [shard.key(block_hash, tag) for shard in self._shards[group]]
+    def keys(self, group: int, block_hashes: Sequence[bytes], tag: str = "") -> list[str]:
+        """Keys of all objects that hold the blocks, block by block: the very keys that the holders save and load."""
+        by_shard = [shard.keys(block_hashes, tag) for shard in self._shards[group]]
+        return list(chain.from_iterable(zip(*by_shard, strict=True))) if len(by_shard) > 1 else by_shard[0]
 
     @staticmethod
     def _check_agreement(by_rank: dict[Rank, RankShards]) -> None:
