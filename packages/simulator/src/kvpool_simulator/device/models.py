@@ -56,6 +56,10 @@ MODELS = {
         Model("tiny-glm-5.2", 6, Mla(32, 8, 16), 16, num_mtp_layers=1, indexer_layers=frozenset([0, 4])),
         Model("tiny-qwen3-32b", 4, Gqa(2, 64), 16),
         Model("tiny-qwen3-235b", 3, Gqa(4, 32), 16),
+        Model("tiny-one-head", 2, Gqa(1, 32), 16),
+        Model("tiny-eight-heads", 2, Gqa(8, 32), 16),
+        # As many layers and tokens a block as the real one, and few bytes a token.
+        Model("narrow-deepseek-v3.2", 61, Mla(32, 8, 16), 128, num_mtp_layers=1),
     )
 }
 
