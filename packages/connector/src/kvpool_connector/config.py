@@ -50,6 +50,17 @@ def _tenant(value: object) -> object:
     return (text.strip() or DEFAULT_TENANT) if isinstance(text, str) else text
 
 
+def _partition(value: object) -> object:
+    """`"30,31"` as numbers; nothing is no partition."""
+    if value is None or value == "":
+        return ()
+    if not isinstance(value, str):
+        return value
+    if not all(part.strip().isdecimal() for part in value.split(",")):
+        raise ValueError(f'{value[:80]!r} is not a partition; expected the layers of each stage, for example "30,31"')
+    return tuple(int(part) for part in value.split(","))
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -157,8 +168,10 @@ class PoolSettings(_Settings):
     layerwise_renew_s: Annotated[float, Field(gt=0)] = 2.0
     """Age at which the protection of an object being read is renewed. Must lie below the master's
     `--default_kv_lease_ttl` less the time of one transfer."""
-    prefill_pp_size: Literal[1] | None = None
-    prefill_pp_layer_partition: Literal[""] | None = None
+    prefill_pp_size: Annotated[int, Field(ge=1)] | None = None
+    """Objects are cut along the layers as a pipeline of so many stages holds them; null: as the own stages do."""
+    prefill_pp_layer_partition: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_partition)] = ()
+    """Layers of each of these stages, as `"30,31"`; empty: vLLM's even partition."""
 
     namespace: Annotated[str, Field(min_length=1, max_length=128)] = "default"
     """Deployments share KV only within a namespace."""
@@ -194,6 +207,16 @@ class PoolSettings(_Settings):
     """After a sign of outage the store is not asked again for this long."""
     drain_timeout_s: Seconds = 10.0
     """How long a shutdown waits for queued saves."""
+
+    @model_validator(mode="after")
+    def _partition_has_a_size_a_stage(self) -> Self:
+        sizes = self.prefill_pp_layer_partition
+        if sizes and self.prefill_pp_size not in (None, len(sizes)):
+            raise ValueError(
+                f"prefill_pp_layer_partition = {','.join(map(str, sizes))!r} has {len(sizes)} stages, but "
+                f"prefill_pp_size = {self.prefill_pp_size}; set prefill_pp_size to {len(sizes)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _checksums_are_made_in_staging(self) -> Self:

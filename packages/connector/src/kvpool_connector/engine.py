@@ -12,7 +12,7 @@ from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.keys import tag_of
-from kvpool_connector.contract.topology import Topology
+from kvpool_connector.contract.topology import LayerCuts, Topology, even_sizes
 from kvpool_connector.hashing import Hashing
 from kvpool_connector.registration import GroupSpec
 from kvpool_connector.scheduler import ScheduledRequest
@@ -33,6 +33,21 @@ def topology_of(config: Any) -> Topology:
         dcp_size=getattr(parallel, "decode_context_parallel_size", 1),
         cp_interleave=getattr(parallel, "cp_kv_cache_interleave_size", None) or 1,
     )
+
+
+def cuts_of(config: Any, settings: PoolSettings) -> LayerCuts:
+    """Where the pool's objects are cut along the layers. Raises `ConfigError` for a partition of other layers."""
+    sizes = settings.prefill_pp_layer_partition
+    if not sizes and settings.prefill_pp_size is None:
+        return LayerCuts()
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    sizes = sizes or even_sizes(num_layers, settings.prefill_pp_size or 1)
+    if sum(sizes) != num_layers or min(sizes) < 1:
+        raise ConfigError(
+            f"prefill_pp_layer_partition {','.join(map(str, sizes))!r} is of {sum(sizes)} layers in {len(sizes)} "
+            f"stages, but the model has {num_layers}; expected one size of at least 1 a stage, {num_layers} in all"
+        )
+    return LayerCuts.of(sizes)
 
 
 def model_of(config: Any, settings: PoolSettings) -> ModelIdentity:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
 from kvpool_connector.contract.topology import Rank
 from kvpool_connector.engine import (
+    cuts_of,
     groups_of,
     hash_block_size_of,
     hashing_of,
@@ -187,7 +188,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._cache_config = kv_cache_config
         self._settings = PoolSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._topology = topology_of(vllm_config)
+        self._topology = replace(topology_of(vllm_config), cuts=cuts_of(vllm_config, self._settings))
         self._worker: PoolWorker | None = None
         self._scheduler: PoolScheduler | None = None
         self._events: BlockEvents | None = None

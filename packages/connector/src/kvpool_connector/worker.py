@@ -119,19 +119,26 @@ class PoolWorker:
         `groups` lists every KV cache group of the engine; one without layers on this rank has no layer names. Raises
         `LayoutError`, `ConfigError` or `StoreSetupError`.
         """
+        cuts = self._topology.cuts
         held = [index for index, group in enumerate(groups) if group.layer_names]
-        layouts: list[ShardLayout | None] = [None] * len(groups)
+        layouts: list[ShardLayout | None] = [None] * (len(groups) * cuts.num_parts)
         for layout, index in zip(read_layouts(kv_caches, [groups[i] for i in held]), held, strict=True):
-            layouts[index] = ShardLayout(index, layout.block_size, layout.num_blocks, layout.layers, layout.regions)
+            for part in range(cuts.num_parts):
+                if layers := tuple(layer for layer in layout.layers if cuts.part(layer.label) == part):
+                    place = index * cuts.num_parts + part
+                    layouts[place] = replace(layout, group=place, layers=layers)
         heads, context = self._topology.heads(self._rank), self._topology.context(self._rank)
         transfers, checksum = self._transfers(layouts, kv_caches)
         descriptors = tuple(
-            Descriptor.of(layout, self._model, heads, context, checksum) if layout else None for layout in layouts
+            replace(Descriptor.of(layout, self._model, heads, context, checksum), group=place // cuts.num_parts)
+            if layout
+            else None
+            for place, layout in enumerate(layouts)
         )
         namespace = self._settings.namespace
         self._epoch = newest_epoch(lambda keys: statuses_of(self._store.exist, keys), namespace)
         announced = RankShards(self._rank, namespace, self._epoch, self._writer, descriptors)
-        self._shards = tuple(announced.shard(index) for index in range(len(groups)))
+        self._shards = tuple(announced.shard(place) for place in range(len(layouts)))
         self._descriptors = descriptors
         self._describe(self._epoch)
         settings = self._settings
@@ -157,9 +164,9 @@ class PoolWorker:
             if shard and descriptor and self._writer.index == 0:
                 self._store.write(self._shard(index, epoch).descriptor_key(), descriptor.to_json().encode())
 
-    def _shard(self, group: int, epoch: int) -> Shard:
-        shard = self._shards[group]
-        assert shard is not None, f"group {group} has no layers on this rank"
+    def _shard(self, place: int, epoch: int) -> Shard:
+        shard = self._shards[place]
+        assert shard is not None, f"nothing of place {place} is on this rank"
         return replace(shard, epoch=epoch)
 
     def _go_by_layers(self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]) -> None:
@@ -214,7 +221,7 @@ class PoolWorker:
             for layout in held:
                 if layout.num_pieces > self._settings.max_buffers_per_call:
                     raise ConfigError(
-                        f"a block of KV cache group {layout.group} has {layout.num_pieces} pieces, more than "
+                        f"{layout.num_pieces} pieces of a block are moved at once, more than "
                         f'max_buffers_per_call = {self._settings.max_buffers_per_call}; set transfer to "packed"'
                     )
             for region in merged(region for layout in held for region in layout.regions):
@@ -423,19 +430,22 @@ class PoolWorker:
     def _group_loads(self, job: LoadJob) -> list[GroupLoad]:
         loads = []
         for group in job.blocks:
-            if self._shards[group.group]:
-                shard = self._shard(group.group, job.epoch)
-                keys = shard.keys(group.block_hashes, job.tag)
-                loads.append(GroupLoad(group.group, keys, group.block_ids))
+            for place in self._places(group.group):
+                keys = self._shard(place, job.epoch).keys(group.block_hashes, job.tag)
+                loads.append(GroupLoad(place, keys, group.block_ids))
         return loads
+
+    def _places(self, group: int) -> list[int]:
+        """Indices of this rank's shards of a group."""
+        num_parts = self._topology.cuts.num_parts
+        return [place for place in range(group * num_parts, (group + 1) * num_parts) if self._shards[place]]
 
     def _group_saves(self, job: SaveJob) -> list[GroupSave]:
         """This rank's part of a job: of content that several ranks hold, each writes its share."""
         saves = []
         for group in job.blocks:
             mine = [i for i, block_hash in enumerate(group.block_hashes) if self._writer.writes(block_hash)]
-            if self._shards[group.group] and mine:
-                shard = self._shard(group.group, job.epoch)
-                keys = shard.keys([group.block_hashes[i] for i in mine], job.tag)
-                saves.append(GroupSave(group.group, keys, [group.block_ids[i] for i in mine]))
+            for place in self._places(group.group) if mine else ():
+                keys = self._shard(place, job.epoch).keys([group.block_hashes[i] for i in mine], job.tag)
+                saves.append(GroupSave(place, keys, [group.block_ids[i] for i in mine]))
         return saves

@@ -11,7 +11,7 @@ from itertools import chain
 from kvpool_connector.contract.descriptor import Descriptor
 from kvpool_connector.contract.errors import TopologyError
 from kvpool_connector.contract.keys import Key, object_keys, scope_of
-from kvpool_connector.contract.topology import Rank, Topology, Writer
+from kvpool_connector.contract.topology import LayerCuts, Rank, Topology, Writer
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class RankShards:
-    """What one worker announces at start: its shard of each group (None where it holds no layer of the group)."""
+    """What one worker announces at start: its shards of each group (None where it holds no layer)."""
 
     rank: Rank
     namespace: str
@@ -49,11 +49,11 @@ class RankShards:
     """The newest that this worker found at start; a reset may come between one worker's start and another's."""
     writer: Writer
     descriptors: tuple[Descriptor | None, ...]
-    """By group."""
+    """By place: group times the topology's number of parts, plus part."""
 
-    def shard(self, group: int) -> Shard | None:
-        """This rank's shard of `group`."""
-        descriptor = self.descriptors[group]
+    def shard(self, place: int) -> Shard | None:
+        """This rank's shard of a part of a group."""
+        descriptor = self.descriptors[place]
         return None if descriptor is None else Shard(self.namespace, self.epoch, descriptor.fingerprint)
 
 
@@ -95,15 +95,22 @@ class ShardMap:
         self.namespace = next(iter(by_rank.values())).namespace
         self.epoch = max(shards.epoch for shards in by_rank.values())
         self._shards: list[list[Shard]] = []
-        num_groups = len(next(iter(by_rank.values())).descriptors)
-        for group in range(num_groups):
-            holders: dict[Shard, list[RankShards]] = defaultdict(list)
-            for shards in by_rank.values():
-                shard = shards.shard(group)
-                if shard is not None:
-                    holders[replace(shard, epoch=self.epoch)].append(shards)
-            self._check_writers(group, holders)
-            self._shards.append(list(holders))
+        num_parts = topology.cuts.num_parts
+        num_places = len(next(iter(by_rank.values())).descriptors)
+        for group in range(num_places // num_parts):
+            held: list[Shard] = []
+            for part in range(num_parts):
+                holders: dict[Shard, list[RankShards]] = defaultdict(list)
+                for shards in by_rank.values():
+                    shard = shards.shard(group * num_parts + part)
+                    if shard is not None:
+                        holders[replace(shard, epoch=self.epoch)].append(shards)
+                self._check_stages(topology.cuts, part, holders)
+                self._check_writers(group, holders)
+                held += holders
+            if not held:
+                raise TopologyError(f"no worker holds a layer of KV cache group {group}")
+            self._shards.append(held)
 
     def move(self, epoch: int) -> None:
         """From now on the shards of another epoch."""
@@ -140,9 +147,19 @@ class ShardMap:
                 )
 
     @staticmethod
+    def _check_stages(cuts: LayerCuts, part: int, holders: dict[Shard, list[RankShards]]) -> None:
+        """An object is written whole, so no stage may end inside one."""
+        stages = {shards.rank.pp for ranks in holders.values() for shards in ranks}
+        if cuts.starts and len(stages) > 1:
+            end = cuts.starts[part + 1] if part + 1 < len(cuts.starts) else "the last"
+            raise TopologyError(
+                f"pipeline stages {sorted(stages)} hold parts of one object: layers {cuts.starts[part]} to {end}. Set "
+                "prefill_pp_layer_partition, on all engines that share, to sizes that end wherever a stage of one of "
+                "them ends"
+            )
+
+    @staticmethod
     def _check_writers(group: int, holders: dict[Shard, list[RankShards]]) -> None:
-        if not holders:
-            raise TopologyError(f"no worker holds a layer of KV cache group {group}")
         for shard, ranks in holders.items():
             indices = sorted(shards.writer.index for shards in ranks)
             if indices != list(range(ranks[0].writer.count)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool_connector.contract.errors import TopologyError
@@ -51,6 +52,34 @@ class Writer:
 
 
 @dataclass(frozen=True)
+class LayerCuts:
+    """Where objects are cut along the model's layers, so that engines with other pipelines can share them."""
+
+    starts: tuple[int, ...] = ()
+    """First layer of each part, from 0 on. Empty: an object holds what a pipeline stage holds."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> LayerCuts:
+        """From the number of layers of each part."""
+        return cls(tuple(sum(sizes[:i]) for i in range(len(sizes))))
+
+    @property
+    def num_parts(self) -> int:
+        """Objects of a block that one rank may hold."""
+        return max(1, len(self.starts))
+
+    def part(self, label: str) -> int:
+        """The part that holds a layer; what has no index among the base layers (MTP) is in the last."""
+        return bisect_right(self.starts, int(label)) - 1 if self.starts and label.isdigit() else self.num_parts - 1
+
+
+def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """vLLM's own partition: what is left over goes to the stages before the last one (`get_pp_indices`, 0.32.0)."""
+    base, left = divmod(num_layers, num_stages)
+    return tuple(base + (num_stages - 1 - left <= i < num_stages - 1) for i in range(num_stages))
+
+
+@dataclass(frozen=True)
 class Topology:
     """The parallel shape of one engine.
 
@@ -65,6 +94,7 @@ class Topology:
     pcp_size: int = 1
     dcp_size: int = 1
     cp_interleave: int = 1
+    cuts: LayerCuts = LayerCuts()
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "tp_size", "pp_size", "pcp_size", "dcp_size", "cp_interleave"):
