@@ -89,7 +89,7 @@ class Cluster:
             keeps_all=self._keeps_all,
             tells_all=scenario.num_engines == 1 or not scenario.settings.get("use_layerwise"),
         )
-        self.engines = [self._engine(f"engine-{i}") for i in range(scenario.num_engines)]
+        self.engines = [self._engine(i) for i in range(scenario.num_engines)]
 
     def _latency(self) -> float:
         longest = self.scenario.latency_s
@@ -124,8 +124,11 @@ class Cluster:
         store.connect()
         return store
 
-    def _engine(self, name: str) -> Engine:
-        scenario, shape = self.scenario, self.scenario.shape
+    def _engine(self, number: int) -> Engine:
+        scenario = self.scenario
+        is_consumer = scenario.consumer is not None and number == scenario.num_engines - 1
+        shape = scenario.consumer if is_consumer and scenario.consumer else scenario.shape
+        name = f"engine-{number}"
         topology, groups = topology_of(shape), groups_of(shape)
         settings = PoolSettings.model_validate({"staging_bytes": 4 << 20, **scenario.settings})
         clock: Clock = self.tasks.clock
@@ -166,6 +169,8 @@ class Cluster:
             rules,
             hash_block_size,
             lookup,
+            loads=scenario.consumer is None or is_consumer,
+            saves=not is_consumer,
             load_between_steps=settings.load_async,
             save_decode_cache=settings.save_decode_cache,
             clock=clock,

@@ -186,10 +186,10 @@ class Deployed:
             return Loaded({table.index(block_id) for block_id in failed}, wrong)
 
     def key(self, prompt: Prompt, index: int, rank: Rank) -> str:
-        """Of the object that this rank loads for a block of the prompt."""
-        shard = self.announced[rank].shard(0)
-        assert shard is not None
-        return shard.key(prompt.hashes[index])
+        """Of an object that this rank loads for a block of the prompt: its first, where it holds several parts."""
+        announced = self.announced[rank]
+        held = (announced.shard(place) for place in range(len(announced.descriptors)))
+        return next(shard.key(prompt.hashes[index]) for shard in held if shard is not None)
 
     @contextmanager
     def lost(self, key: str) -> Iterator[None]:

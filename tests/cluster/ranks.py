@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvpool_connector.contract.topology import LayerCuts, Topology
 from kvpool_connector.contract.topology import Rank as Coordinates
-from kvpool_connector.contract.topology import Topology
 from kvpool_connector.registration import GroupSpec
 from kvpool_simulator.device import MODELS, Caches, CacheSpec, allocate, families, rank_spec
 from kvpool_simulator.device.models import Gqa, head_range
@@ -22,7 +22,7 @@ def topology_of(shape: Shape) -> Topology:
     else:
         attention = MODELS[shape.model].attention
         heads = attention.num_kv_heads if isinstance(attention, Gqa) else 1
-    return Topology(heads, shape.tp, shape.pp, shape.pcp, shape.dcp, shape.interleave)
+    return Topology(heads, shape.tp, shape.pp, shape.pcp, shape.dcp, shape.interleave, LayerCuts.of(shape.cuts))
 
 
 def spec_of(shape: Shape, rank: Coordinates) -> CacheSpec:
@@ -34,6 +34,7 @@ def spec_of(shape: Shape, rank: Coordinates) -> CacheSpec:
             tp_rank=rank.tp,
             pp=shape.pp,
             pp_rank=rank.pp,
+            pp_partition=shape.stages,
             block_size=shape.block_sizes[0],
             **shape.options,
         )

@@ -28,6 +28,10 @@ class Shape:
     block_sizes: tuple[int, ...] = (16,)
     """By group."""
     window: int | None = None
+    stages: tuple[int, ...] | None = None
+    """Layers of each pipeline stage; None: as even as they go."""
+    cuts: tuple[int, ...] = ()
+    """Layers of each part that objects are cut into; empty: as the stages are."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Scenario:
     shape: Shape = field(default_factory=Shape)
     limits: Limits = field(default_factory=lambda: Limits(64))
     num_engines: int = 1
+    consumer: Shape | None = None
+    """Of the last engine, which then only loads, while the others only save."""
     num_requests: int = 30
     mix: Mix = field(default_factory=Mix)
     timing: Timing = field(default_factory=Timing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +93,37 @@ def test_c2_ends_are_told_once_with_guessed_tokens() -> None:
 def test_c3_every_stage_saves_with_mtp() -> None:
     outcome = cluster(shape=Shape(pp=2, options={"mtp": True}), mix=Mix(adapters=0.3))
     assert outcome.num_loads > 50
+
+
+MANY_DOCUMENTS = Mix(num_documents=8)
+"""More than an engine's own cache holds."""
+PIPELINES: dict[int, tuple[tuple[int, ...], ...]] = {1: ((6,),), 2: ((4, 2), (1, 5)), 4: ((2, 1, 1, 2), (1, 1, 3, 1))}
+"""Uneven stages of six layers, by the number of stages; MTP is in the last."""
+
+
+def common_cuts(*pipelines: Sequence[int]) -> tuple[int, ...]:
+    """Sizes that end wherever a stage of one of the pipelines ends."""
+    ends = sorted({sum(sizes[: i + 1]) for sizes in pipelines for i in range(len(sizes))})
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+
+
+@pytest.mark.parametrize("consumer", [1, 2, 4])
+@pytest.mark.parametrize("producer", [1, 2, 4])
+def test_c3_pipelines_of_other_sizes_share_the_pool(producer: int, consumer: int) -> None:
+    """Only the producer saves, only the consumer loads, and it computes on every byte that it loads."""
+    writes, reads = PIPELINES[producer][0], PIPELINES[consumer][-1]
+    cuts = common_cuts(writes, reads)
+    options = {"mtp": True, "sparse": "split"}
+    both = [Shape("tiny-glm-5.2", 1, len(s), options=options, stages=s, cuts=cuts) for s in (writes, reads)]
+    settings = {"load_async": producer == 2, "use_layerwise": consumer == 2, "load_timeout_s": 1.0}
+    outcome = cluster(producer, shape=both[0], consumer=both[1], settings=settings, mix=MANY_DOCUMENTS, num_requests=60)
+    assert outcome.num_loads > 50
+
+
+def test_c3_pipelines_cut_otherwise_share_nothing() -> None:
+    """The check above can fail: without a common cut a stage's object is not another's."""
+    shapes = [Shape("tiny-glm-5.2", pp=len(stages), stages=stages) for stages in ((4, 2), (2, 4))]
+    assert cluster(shape=shapes[0], consumer=shapes[1], mix=MANY_DOCUMENTS, num_requests=60).num_loads == 0
 
 
 def test_c7_c10_a_full_store_is_served_round() -> None:

@@ -12,6 +12,8 @@ import pytest
 from kvpool_connector.contract.errors import TopologyError
 from kvpool_connector.contract.shards import ShardMap
 from kvpool_connector.contract.topology import ContextRange, HeadRange, Topology, Writer
+from kvpool_connector.fence import Fence
+from kvpool_connector.worker import PoolWorker
 from kvpool_simulator.engine import Limits, Mix
 from kvpool_simulator.store import SimulatedMaster
 from tests.cluster.cluster import run
@@ -23,16 +25,14 @@ MTP: dict[str, Any] = {"mtp": True}
 MLA, SPARSE, GLM = "tiny-deepseek-v3", "tiny-deepseek-v3.2", "tiny-glm-5.2"
 
 
-def uneven(*sizes: int) -> dict[str, Any]:
-    return {"mtp": True, "pp_partition": sizes}
-
-
 SHAPES: dict[str, Shape] = {
     **{f"tp{tp}-heads{heads}": Shape(HEADS[heads], tp) for heads in HEADS for tp in (1, 2, 4, 8, 16)},
     **{f"tp{tp}-sparse": Shape(SPARSE, tp, options=MTP) for tp in (1, 2, 3, 4, 5, 8, 16)},
     "pp2-mtp-last": Shape(SPARSE, pp=2, options=MTP),
-    "pp3-uneven-mtp-last": Shape(GLM, 2, 3, options=uneven(3, 2, 1)),
-    "pp4-uneven-mtp-last": Shape(GLM, 1, 4, options=uneven(1, 2, 2, 1)),
+    "pp3-uneven-mtp-last": Shape(GLM, 2, 3, options=MTP, stages=(3, 2, 1)),
+    "pp4-uneven-mtp-last": Shape(GLM, 1, 4, options=MTP, stages=(1, 2, 2, 1)),
+    "pp2-cut-in-4": Shape(GLM, 2, 2, options=MTP, stages=(4, 2), cuts=(2, 2, 1, 1)),
+    "pp1-cut-in-3": Shape(GLM, 2, options=MTP, cuts=(1, 2, 3)),
     "pp4-tp2-default-stages": Shape(GLM, 2, 4, options=MTP),
     "pp4-heads4-tp2": Shape("tiny-eight-heads", 2, 2),
     **{f"pcp{pcp}-interleave{n}": Shape(SPARSE, 2, pcp=pcp, interleave=n) for pcp, n in ((2, 1), (4, 4), (8, 16))},
@@ -42,7 +42,7 @@ SHAPES: dict[str, Shape] = {
     "pcp8-dcp2-interleave16": Shape(MLA, 2, pcp=8, dcp=2, interleave=16),
     "dcp2-heads2-tp8": Shape("tiny-qwen3-32b", 8, dcp=2, interleave=4),
     "pcp4-heads4-tp4": Shape("tiny-qwen3-235b", 4, pcp=4, interleave=2),
-    "pp2-pcp2-dcp2-tp4-mtp": Shape(GLM, 4, 2, 2, 2, 16, uneven(4, 2)),
+    "pp2-pcp2-dcp2-tp4-mtp": Shape(GLM, 4, 2, 2, 2, 16, MTP, stages=(4, 2)),
 }
 FIRST_SPARSE_RUN = Shape(
     "narrow-deepseek-v3.2", 8, pcp=2, dcp=1, interleave=128, options={"sparse": "bundled"}, block_sizes=(128,)
@@ -59,7 +59,7 @@ def master() -> Iterator[SimulatedMaster]:
 def num_shards(shape: Shape) -> int:
     """Different contents that one logical block has, counted by hand."""
     heads = next((heads for heads, model in HEADS.items() if model == shape.model), 1)
-    return shape.pp * shape.pcp * shape.dcp * min(heads, shape.tp)
+    return max(shape.pp, len(shape.cuts)) * shape.pcp * shape.dcp * min(heads, shape.tp)
 
 
 def check_bytes(deployed: Deployed) -> None:
@@ -269,7 +269,7 @@ def test_two_data_parallel_ranks_under_the_engine(name: str) -> None:
 
 # Mistakes: each must be found by the check that is for it.
 
-right_writer, right_context, right_heads = Topology.writer, Topology.context, Topology.heads
+right_ticket = Fence.ticket
 MISTAKES: dict[str, tuple[type, str, Callable[..., Any], Callable[[Deployed], None], str]] = {
     "every rank writes every block": (
         Writer,
@@ -319,6 +319,20 @@ MISTAKES: dict[str, tuple[type, str, Callable[..., Any], Callable[[Deployed], No
         lambda self, group, hashes, tag="": [s.key(h, tag) for h in hashes for s in self._shards[group][:-1] * 2],
         check_lost_objects,
         "pp2-mtp-last",
+    ),
+    "of several parts that a rank holds only the first is saved": (
+        PoolWorker,
+        "_places",
+        lambda self, group: [group * self._topology.cuts.num_parts],
+        check_shared_writing,
+        "pp1-cut-in-3",
+    ),
+    "a save claims a block once, however many objects it is in": (
+        Fence,
+        "ticket",
+        lambda self, block_ids, num_reads=1: right_ticket(self, set(block_ids), num_reads),
+        check_bytes,
+        "pp1-cut-in-3",
     ),
     "whoever holds a copy writes by its own count": (
         Writer,

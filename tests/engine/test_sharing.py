@@ -51,6 +51,11 @@ def test_loading_packed_what_was_saved_piece_by_piece(pooled: Pooled, plain: Pla
     assert [answer.num_cached_tokens for answer in answers] == poolable(BLOCK_SIZE["gqa"])
 
 
+def test_c3_objects_cut_along_the_layers(spec: Spec, baseline: Baseline) -> None:
+    with engine(spec("gqa", "cut", {"prefill_pp_size": 2})) as one:
+        assert_fills_and_answers_from(one, baseline("gqa"), 2 * num_objects("gqa", BLOCK_SIZE["gqa"]))
+
+
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_block_sizes(spec: Spec, baseline: Baseline, block_size: int) -> None:
     with engine(spec("gqa", f"block-{block_size}", block_size=block_size)) as one:

@@ -63,6 +63,10 @@ def test_what_is_no_size_is_refused(value: object) -> None:
         ({"staging_bytes": "1 banana"}, "is not a size"),
         ({"lookup_timeout_s": 0}, "lookup_timeout_s = 0"),
         ({"load_async": "perhaps"}, "load_async = 'perhaps'"),
+        ({"prefill_pp_size": 0}, "prefill_pp_size = 0"),
+        ({"prefill_pp_layer_partition": "30,x"}, "'30,x' is not a partition; expected the layers of each stage"),
+        ({"prefill_pp_layer_partition": "30,0"}, "prefill_pp_layer_partition.1 = 0"),
+        ({"prefill_pp_layer_partition": "30,31", "prefill_pp_size": 3}, "has 2 stages, but prefill_pp_size = 3"),
     ],
 )
 def test_wrong_extra_config(extra: dict[str, object], words: str) -> None:

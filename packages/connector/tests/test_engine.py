@@ -12,8 +12,9 @@ import pytest
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.errors import ConfigError, TopologyError
 from kvpool_connector.contract.keys import tag_of
-from kvpool_connector.contract.topology import Topology
+from kvpool_connector.contract.topology import LayerCuts, Topology
 from kvpool_connector.engine import (
+    cuts_of,
     groups_of,
     hash_block_size_of,
     hashing_of,
@@ -54,6 +55,36 @@ def test_topology() -> None:
     assert topology_of(latent) == Topology(1, 16, pcp_size=2)
     with pytest.raises(TopologyError, match="do not divide one another"):
         topology_of(config(tensor_parallel_size=3))
+
+
+@pytest.mark.parametrize(
+    ("extra", "starts"),
+    [
+        ({}, ()),
+        ({"prefill_pp_size": 2}, (0, 3)),
+        ({"prefill_pp_layer_partition": "1,2,2"}, (0, 1, 3)),
+        ({"prefill_pp_layer_partition": "1,4", "prefill_pp_size": 2}, (0, 1)),
+        ({"prefill_pp_layer_partition": ""}, ()),
+    ],
+)
+def test_c3_where_objects_are_cut(extra: dict[str, Any], starts: tuple[int, ...]) -> None:
+    engine = config()
+    engine.model_config.get_total_num_hidden_layers = lambda: 5
+    assert cuts_of(engine, PoolSettings.from_extra_config(extra)) == LayerCuts(starts)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"prefill_pp_layer_partition": "2,2"}, "'2,2' is of 4 layers in 2 stages, but the model has 5; expected one"),
+        ({"prefill_pp_size": 6}, "'1,1,1,1,1,0' is of 5 layers in 6 stages"),
+    ],
+)
+def test_c3_a_partition_of_other_layers_is_refused(extra: dict[str, Any], words: str) -> None:
+    engine = config()
+    engine.model_config.get_total_num_hidden_layers = lambda: 5
+    with pytest.raises(ConfigError, match=words):
+        cuts_of(engine, PoolSettings.from_extra_config(extra))
 
 
 def test_the_model_is_its_path_unless_it_has_a_name() -> None:

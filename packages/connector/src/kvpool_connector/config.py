@@ -53,7 +53,7 @@ def _tenant(value: object) -> object:
 def _partition(value: object) -> object:
     """`"30,31"` as numbers; nothing is no partition."""
     if value is None or value == "":
-        return ()
+        return None
     if not isinstance(value, str):
         return value
     if not all(part.strip().isdecimal() for part in value.split(",")):
@@ -170,8 +170,10 @@ class PoolSettings(_Settings):
     `--default_kv_lease_ttl` less the time of one transfer."""
     prefill_pp_size: Annotated[int, Field(ge=1)] | None = None
     """Objects are cut along the layers as a pipeline of so many stages holds them; null: as the own stages do."""
-    prefill_pp_layer_partition: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_partition)] = ()
-    """Layers of each of these stages, as `"30,31"`; empty: vLLM's even partition."""
+    prefill_pp_layer_partition: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_partition)
+    ] = None
+    """Layers of each of these stages, as `"30,31"`; null: vLLM's even partition."""
 
     namespace: Annotated[str, Field(min_length=1, max_length=128)] = "default"
     """Deployments share KV only within a namespace."""

@@ -10,7 +10,7 @@ from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, L
 from kvpool_connector.contract.errors import TopologyError
 from kvpool_connector.contract.keys import Key, parse_key, tag_of
 from kvpool_connector.contract.shards import RankShards, Shard, ShardMap, with_prefill_ranks
-from kvpool_connector.contract.topology import ContextRange, HeadRange, Rank, Topology, Writer
+from kvpool_connector.contract.topology import ContextRange, HeadRange, LayerCuts, Rank, Topology, Writer
 
 FIRST, ALONE, WHOLE = Rank(), Writer(0, 1), ContextRange(0, 1, 1)
 
@@ -112,6 +112,17 @@ def test_writers_that_leave_a_gap_are_named_with_group_and_shard() -> None:
     assert f"KV cache group 0, shard {descriptor(0).fingerprint}" in said
     assert "writing as [0, 0], expected [0]" in said
     assert said.endswith("disagree about the parallel shape (or hold different content where they should not)")
+
+
+def test_c3_no_stage_ends_inside_a_part() -> None:
+    topology = Topology(1, pp_size=2, cuts=LayerCuts.of((1, 2)))
+    first, second = (announced(None, place, rank=Rank(pp=place)) for place in (0, 1))
+    with pytest.raises(
+        TopologyError, match=r"stages \[0, 1\] hold parts of one object: layers 1 to the last.*partition"
+    ):
+        ShardMap(topology, [first, second])
+    parts = [replace(first, descriptors=(descriptor(0), None)), replace(second, descriptors=(None, descriptor(1)))]
+    assert len(ShardMap(topology, parts).keys(0, [b"h"])) == 2
 
 
 def test_derived_prefill_ranks_hold_other_tokens_of_the_same_groups() -> None:

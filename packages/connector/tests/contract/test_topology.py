@@ -10,7 +10,7 @@ import pytest
 from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, LayerContent, ModelIdentity
 from kvpool_connector.contract.errors import TopologyError
 from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
-from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.contract.topology import LayerCuts, Rank, Topology, even_sizes
 
 MODEL = ModelIdentity("m")
 HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(64)]
@@ -118,6 +118,20 @@ def test_a_shard_without_a_writer_is_refused() -> None:
     wrong = announce(Topology(2, 2), Rank(tp=1))
     with pytest.raises(TopologyError, match="writing"):
         ShardMap(topology, [announce(topology, Rank(tp=0)), wrong])
+
+
+def test_c3_layers_lie_in_parts_by_their_index_and_mtp_in_the_last() -> None:
+    cuts = LayerCuts.of((2, 1, 3))
+    assert (cuts.starts, cuts.num_parts) == ((0, 2, 3), 3)
+    assert [cuts.part(label) for label in ("0", "1", "2", "3", "5", "mtp.0")] == [0, 0, 1, 2, 2, 2]
+    assert [LayerCuts().part(label) for label in ("0", "60", "mtp.0")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"), [(61, 1, (61,)), (61, 2, (31, 30)), (61, 4, (15, 15, 16, 15)), (5, 4, (1, 1, 2, 1))]
+)
+def test_c3_the_even_partition_is_the_engines(layers: int, stages: int, sizes: tuple[int, ...]) -> None:
+    assert even_sizes(layers, stages) == sizes
 
 
 def test_prefill_ranks_that_the_handshake_cannot_name_are_derived() -> None:
