@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from tests.cluster.cluster import run
 from tests.cluster.deployed import Deployed, Prompt, pool
 from tests.cluster.scenario import Scenario, Shape
 
+KEYS_PAGE = (Path(__file__).parents[2] / "docs" / "keys.md").read_text(encoding="utf-8")
 HEADS = {1: "tiny-one-head", 2: "tiny-qwen3-32b", 4: "tiny-qwen3-235b", 8: "tiny-eight-heads"}
 MTP: dict[str, Any] = {"mtp": True}
 MLA, SPARSE, GLM = "tiny-deepseek-v3", "tiny-deepseek-v3.2", "tiny-glm-5.2"
@@ -161,6 +164,30 @@ def test_every_replica_has_its_share_of_the_writing(master: SimulatedMaster) -> 
     writes = deployed.save(deployed.prompt("shares", 64))
     assert min(len(keys) for keys in writes.values()) >= 2
     assert max(len(keys) for keys in writes.values()) <= 16
+
+
+ROW = re.compile(r"^\| (?P<what>.+?) \| (?P<objects>[\d,]+) \|$", re.MULTILINE)
+PER_MILLION_TOKENS = {
+    "DeepSeek-V3.2 or V3 at any TP": Shape(SPARSE, 16),
+    "the same with PP 2, or `prefill_pp_size` 2": Shape(SPARSE, 2, 2),
+    "the same with PCP 2 or DCP 2 (logical blocks of 256 tokens)": Shape(SPARSE, 2, pcp=2),
+    "Qwen3-32B (8 KV heads) at TP 8": Shape(HEADS[8], 8),
+    "Qwen3-235B (4 KV heads) at TP 8": Shape(HEADS[4], 8),
+}
+
+
+@pytest.mark.parametrize("what", PER_MILLION_TOKENS)
+def test_f2_a_block_is_so_many_objects_as_the_page_says(master: SimulatedMaster, what: str) -> None:
+    """Whatever the number of layers and components; counted on few blocks, told for a million tokens."""
+    told = {row["what"]: int(row["objects"].replace(",", "")) for row in ROW.finditer(KEYS_PAGE)}
+    shape = PER_MILLION_TOKENS[what]
+    deployed = Deployed(shape, master)
+    deployed.save(deployed.prompt("few", 3))
+    per_block, rest = divmod(len(deployed.objects()), 3)
+    assert rest == 0
+    assert set(told) == set(PER_MILLION_TOKENS)
+    blocks = -(-1_000_000 // (128 * shape.pcp * shape.dcp))
+    assert told[what] == per_block * blocks
 
 
 @pytest.mark.parametrize("model", [MLA, SPARSE])
