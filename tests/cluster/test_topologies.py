@@ -233,6 +233,7 @@ def test_decode_context_sizes_that_cannot_be_are_refused_in_words(dcp: int, head
         Topology(heads, 8, dcp_size=dcp)
 
 
+@pytest.mark.timeout(600)
 def test_the_run_of_the_first_sparse_pool_byte_by_byte(master: SimulatedMaster) -> None:
     """At its real number of layers: sixteen ranks, eight of which hold the same half of every block's tokens."""
     deployed = Deployed(FIRST_SPARSE_RUN, master, staging_bytes=4 << 20)
@@ -247,6 +248,7 @@ def test_the_run_of_the_first_sparse_pool_byte_by_byte(master: SimulatedMaster) 
         assert not loaded.wrong, loaded.wrong[:4]
 
 
+@pytest.mark.timeout(600)
 def test_the_run_of_the_first_sparse_pool_in_the_engine() -> None:
     """The same ranks under the engine, as they were configured: no prefix caching, whole prompts, loads in the step."""
     outcome = run(
