@@ -185,11 +185,17 @@ class Deployed:
                         wrong.append(f"{rank} {name} {component.name}: {int(differs.sum())} tokens are wrong")
             return Loaded({table.index(block_id) for block_id in failed}, wrong)
 
-    def key(self, prompt: Prompt, index: int, rank: Rank) -> str:
-        """Of an object that this rank loads for a block of the prompt: its first, where it holds several parts."""
+    def keys(self, prompt: Prompt, index: int, rank: Rank) -> list[str]:
+        """Of the objects that this rank loads for a block of the prompt: one for each part that it holds."""
         announced = self.announced[rank]
         held = (announced.shard(place) for place in range(len(announced.descriptors)))
-        return next(shard.key(prompt.hashes[index]) for shard in held if shard is not None)
+        return [shard.key(prompt.hashes[index]) for shard in held if shard is not None]
+
+    def remove(self, key: str) -> None:
+        """Lose this object for good."""
+        store = self._store()
+        assert store.remove([key], force=True) == [Status.OK]
+        store.close()
 
     @contextmanager
     def lost(self, key: str) -> Iterator[None]:

@@ -46,16 +46,6 @@ def test_a_waiting_save_gets_a_moment() -> None:
     thread.join()
 
 
-def test_a_block_that_several_objects_hold_parts_of_is_claimed_for_each() -> None:
-    fence = Fence(timeout_s=0.0)
-    ticket = fence.ticket([1, 2, 1])
-    for claimed in ([1, 2], [1]):
-        assert ticket.claim(claimed) == [True] * len(claimed)
-        ticket.release(claimed)
-    assert ticket.claim([1]) == [False]
-    assert fence.overwrite(frozenset({1, 2})) == 0
-
-
 def test_other_blocks_do_not_wait() -> None:
     fence = Fence(timeout_s=1000.0)
     fence.ticket([1]).claim([1])

@@ -16,16 +16,13 @@ class Ticket:
     """A save's right to read blocks; a `kvpool_connector.transfer.Hold`."""
 
     def __init__(self, fence: Fence, block_ids: Iterable[int], num_reads: int = 1) -> None:
-        """`num_reads`: how often each block is claimed, for example once a layer; at once or in turn.
-
-        A block that is named several times is claimed so often each time: several objects may hold parts of it.
-        """
+        """`num_reads`: how often each block is claimed, for example once a layer; at once or in turn."""
         self._fence = fence
-        self._left = {block_id: count * num_reads for block_id, count in Counter(block_ids).items()}
-        self.waiting = set(self._left)
+        self.waiting = set(block_ids)
         """Blocks that may still be claimed."""
         self.reading: set[int] = set()
         """Blocks that are being read now."""
+        self._left = dict.fromkeys(self.waiting, num_reads)
         self._readers: Counter[int] = Counter()
 
     def claim(self, block_ids: Sequence[int]) -> list[bool]:
@@ -77,7 +74,7 @@ class Fence:
         self.tickets: set[Ticket] = set()
 
     def ticket(self, block_ids: Iterable[int], num_reads: int = 1) -> Ticket:
-        """Open a save that reads each of `block_ids` `num_reads` times for each time that it is named."""
+        """Open a save that reads each of `block_ids` `num_reads` times."""
         ticket = Ticket(self, block_ids, num_reads)
         with self.changed:
             self.tickets.add(ticket)

@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupSave:
-    """Blocks of one group with the keys they are stored under."""
+    """Blocks of one group, or of a part of it, with the keys they are stored under."""
 
     group: int
+    """Index of the shard on this rank: a group's place, or a part's (`RankShards.descriptors`)."""
     keys: Sequence[str]
     block_ids: Sequence[int]
 
@@ -32,8 +33,7 @@ class GroupSave:
 @dataclass(frozen=True)
 class _Job:
     event: Event
-    saves: Sequence[GroupSave]
-    ticket: Ticket
+    saves: Sequence[tuple[GroupSave, Ticket]]
     num_blocks: int
 
 
@@ -81,8 +81,10 @@ class Saver:
             self._counters.add("save_blocks_dropped_queue_full", num_blocks)
             return
         self._counters.add("save_queue_entered", num_blocks)
-        ticket = self._fence.ticket(block_id for save in saves for block_id in save.block_ids)
-        self._jobs.put(_Job(event, saves, ticket, num_blocks))
+        # A ticket each: of a block that is in several objects (parts along the layers, or of two requests), what one
+        # need not read any more the others still do.
+        held = [(save, self._fence.ticket(save.block_ids)) for save in saves]
+        self._jobs.put(_Job(event, held, num_blocks))
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call something of the store's in the thread, behind the jobs that are queued."""
@@ -114,7 +116,8 @@ class Saver:
                 logger.exception("event=save_failed blocks=%d", job.num_blocks)
                 self._counters.add("save_blocks_failed", job.num_blocks)
             finally:
-                job.ticket.close()
+                for _, ticket in job.saves:
+                    ticket.close()
                 with self._lock:
                     self._num_queued -= job.num_blocks
                 self._counters.add("save_queue_left", job.num_blocks)
@@ -127,10 +130,10 @@ class Saver:
             logger.error("event=device_late limit_s=%g blocks=%d: not stored", self._event_timeout_s, job.num_blocks)
             self._counters.add("save_blocks_dropped_device_late", job.num_blocks)
             return
-        for save in job.saves:
+        for save, ticket in job.saves:
             transfer = self._transfers[save.group]
-            assert transfer is not None, f"group {save.group} has no layers on this rank"
-            statuses = transfer.save(save.keys, save.block_ids, job.ticket)
+            assert transfer is not None, f"nothing of place {save.group} is on this rank"
+            statuses = transfer.save(save.keys, save.block_ids, ticket)
             if self._stored is not None:
                 self._stored.note(save.keys, statuses)
             count_saved(statuses, transfer.stored_bytes, self._outage, self._counters)
