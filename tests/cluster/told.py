@@ -63,7 +63,8 @@ class Told:
 
     def _objects(self) -> set[str]:
         """Keys in the pool, without what keeps adapters and salts apart: it is in the hash too."""
-        return {key.split("+")[0] for key in self._master.service.master.keys()}  # noqa: SIM118
+        known = self._master.service.master.keys()
+        return {key.split("+")[0] for key in known}
 
 
 def _whole(shards: ShardMap, group: int, name: bytes, objects: set[str]) -> bool:

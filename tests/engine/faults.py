@@ -70,6 +70,7 @@ def slow_reads(seconds: str) -> None:
 
     def statuses_of(call: Any, keys: Sequence[str], *arguments: Any) -> list[Status]:
         if getattr(call, "__name__", "") == "get":
+            # Against the real engine and store: the time that the engine measures is that of the clock.
             time.sleep(float(seconds))
         return RIGHT(call, keys, *arguments)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import socketserver
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +136,25 @@ def test_what_a_killed_engine_left_is_cleared_away(server: LocalServer, history:
     assert another is not None
     assert len(list(directory.iterdir())) == 2
     another.close()
+
+
+def test_a_server_that_does_not_listen_yet_is_not_taken_for_dead(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines that start at once: the one that looks for the dead must not see the other half made."""
+    seen: list[str] = []
+    listen = socketserver.ThreadingUnixStreamServer.server_activate
+
+    def activate(server: socketserver.ThreadingUnixStreamServer) -> None:
+        seen.extend(path.name for path in (tmp_path / f"kvpool-{os.getuid()}").glob("requests-*"))
+        listen(server)
+
+    monkeypatch.setattr(socketserver.ThreadingUnixStreamServer, "server_activate", activate)
+    server = serve_history(history)
+    assert server is not None
+    assert seen == []
+    assert ask_engines("r") == (1, [])
+    server.close()
 
 
 def test_without_a_place_for_the_socket_the_engine_serves_on(

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.status import Status
+from kvpool_connector.contract.store import Pieces
 from kvpool_connector.contract.topology import Rank, Topology
 from kvpool_connector.hashing import Hashing
 from kvpool_connector.host import HostDevice
@@ -442,14 +444,14 @@ class GatedCopies(HostDevice):
         self.last_byte = threading.Event()
         self.copying = threading.Event()
 
-    def copier(self, layout, kv_caches, buffer):  # type: ignore[no-untyped-def]
-        copier = super().copier(layout, kv_caches, buffer)
+    def copier(self, *arguments: Any) -> Any:
+        copier = super().copier(*arguments)
         scatter = copier.scatter
 
-        def gated(*arguments: object) -> None:
+        def gated(block_ids: Sequence[int], address: int) -> None:
             self.copying.set()
             assert self.last_byte.wait(30), "the test never let it go"
-            scatter(*arguments)
+            scatter(block_ids, address)
 
         copier.scatter = gated
         return copier
@@ -522,13 +524,13 @@ def test_h1_one_failure_is_at_most_two_lines(
         elif what == "save that is changed":
             put = store.put
 
-            def changed(keys, addresses, sizes):  # type: ignore[no-untyped-def]
+            def changed(keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
                 statuses = put(keys, addresses, sizes)
                 for key in keys:
                     store.objects[key] = bytes([store.objects[key][0] ^ 1]) + store.objects[key][1:]
                 return statuses
 
-            store.put = changed  # type: ignore[method-assign]
+            monkeypatch.setattr(store, "put", changed)
         caplog.clear()
         if kind == "save":
             worker.worker.end_step(save)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import socketserver
 import tempfile
@@ -46,7 +47,8 @@ class LocalServer:
     def __init__(self, path: Path, answer: Callable[[bytes], bytes | None], name: str) -> None:
         """Begin to answer, in threads of its own. None as an answer closes the connection. `name`: of the thread."""
         self._path = path
-        path.unlink(missing_ok=True)
+        # Under its name only once it listens: one that refuses is taken for what a killed process has left.
+        unnamed = path.with_name(f"new-{secrets.token_hex(8)}")
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
@@ -56,8 +58,9 @@ class LocalServer:
             daemon_threads = True
             block_on_close = False
 
-        self._server = Server(str(path), Handler)
-        path.chmod(0o600)
+        self._server = Server(str(unnamed), Handler)
+        unnamed.chmod(0o600)
+        unnamed.rename(path)
         self._thread = threading.Thread(target=self._server.serve_forever, name=name, daemon=True)
         self._thread.start()
 

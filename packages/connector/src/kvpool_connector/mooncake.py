@@ -161,13 +161,10 @@ class MooncakeStore:
     def exist(self, keys: Sequence[str]) -> list[Status]:
         """See `kvpool_connector.contract.store.Store`."""
         answers = self._open().batch_is_exist(list(keys))
-        if not isinstance(answers, list | tuple) or len(answers) != len(keys):
-            return [Status.UNAVAILABLE] * len(keys)
-        # Of thousands of keys, so nothing is called for each that is not written in C.
-        try:
+        # Of thousands of keys, so the usual answers call nothing for each that is not written in C.
+        if isinstance(answers, list) and len(answers) == len(keys) == answers.count(1) + answers.count(0):
             return list(map(STATUS_OF_EXIST.__getitem__, answers))
-        except KeyError:
-            return [STATUS_OF_EXIST.get(answer, Status.UNAVAILABLE) for answer in answers]
+        return _per_key(answers, keys, lambda answer, _: STATUS_OF_EXIST.get(answer, Status.UNAVAILABLE))
 
     def put(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
         """See `kvpool_connector.contract.store.Store`. Mooncake answers 0 for a key that exists: `OK` covers both."""

@@ -265,8 +265,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 len(rules),
             )
         history = History(settings.remember_requests) if settings.remember_requests else None
-        self._history_server = serve_history(history) if history else None
-        return PoolScheduler(
+        scheduler = PoolScheduler(
             rules,
             hash_block_size_of(self._vllm_config, self._cache_config, self._topology),
             self._make_lookup(store_settings, outage),
@@ -281,6 +280,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             events=self._events,
             history=history,
         )
+        self._history_server = serve_history(history) if history else None
+        return scheduler
 
     def _make_lookup(self, store_settings: StoreSettings, outage: Outage) -> Lookup:
         """Ask the store directly where a client takes no device, else through the first worker."""

@@ -50,7 +50,9 @@ def test_tags_are_part_of_the_format() -> None:
 def test_keys_without_a_tag_are_those_of_the_holders() -> None:
     shards = ShardMap(Topology(1), [announced(0, 1)])
     assert shards.num_groups == 2
-    assert shards.keys(1, [b"h"]) == [announced(0, 1).shard(1).key(b"h")]  # type: ignore[union-attr]
+    held = announced(0, 1).shard(1)
+    assert held is not None
+    assert shards.keys(1, [b"h"]) == [held.key(b"h")]
 
 
 def test_the_place_of_a_block_among_writers_is_in_its_last_eight_bytes() -> None:
