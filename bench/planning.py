@@ -69,7 +69,7 @@ def plain_loop(layout: ShardLayout, scope: str, hashes: Sequence[bytes], block_i
 
 def connectors(planner: Planner, shard: Shard, hashes: Sequence[bytes], block_ids: Sequence[int]) -> Plan:
     """As `PoolWorker` and `DirectTransfer` make it."""
-    keys = shard.keys(hashes)
+    keys = shard.keys(hashes, "")
     return keys, planner.addresses(block_ids), [planner.sizes] * len(keys)
 
 

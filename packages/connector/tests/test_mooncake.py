@@ -83,8 +83,11 @@ def test_a9_an_answer_of_the_wrong_length_says_nothing_of_any_key(answer: object
 
 
 def test_exist() -> None:
-    store = connected(Scripted(batch_is_exist=[1, 0, -900, -901]))
-    assert store.exist(list("abcd")) == [Status.OK, Status.MISS, Status.UNAVAILABLE, Status.TIMEOUT]
+    store = connected(Scripted(batch_is_exist=[1, 0, -900, -901, -12345, None]))
+    expected = [Status.OK, Status.MISS, Status.UNAVAILABLE, Status.TIMEOUT, Status.UNAVAILABLE, Status.UNAVAILABLE]
+    assert store.exist(list("abcdef")) == expected
+    store = connected(Scripted(batch_is_exist=[0, 1, 1]))
+    assert store.exist(list("abc")) == [Status.MISS, Status.OK, Status.OK]
 
 
 def test_calls_are_cut_by_buffers_bytes_and_repeated_keys() -> None:

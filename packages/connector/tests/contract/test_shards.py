@@ -116,15 +116,25 @@ def test_writers_that_leave_a_gap_are_named_with_group_and_shard() -> None:
     assert said.endswith("disagree about the parallel shape (or hold different content where they should not)")
 
 
-def test_c3_no_stage_ends_inside_a_part() -> None:
+@pytest.mark.parametrize(("sizes", "part", "layers"), [((1, 2), 1, "1 to the last"), ((1, 2, 3, 4), 1, "1 to 2")])
+def test_c3_no_stage_ends_inside_a_part(sizes: tuple[int, ...], part: int, layers: str) -> None:
+    topology = Topology(1, pp_size=2, cuts=LayerCuts.of(sizes))
+    places: list[int | None] = [None] * len(sizes)
+    both = [announced(*places[:part], pp, *places[part + 1 :], rank=Rank(pp=pp)) for pp in (0, 1)]
+    with pytest.raises(TopologyError) as refusal:
+        ShardMap(topology, both)
+    assert str(refusal.value) == (
+        f"pipeline stages [0, 1] hold parts of one object: layers {layers}. Set prefill_pp_layer_partition, on all "
+        "engines that share, to sizes that end wherever a stage of one of them ends"
+    )
+
+
+def test_c3_every_part_of_a_group_is_asked_for_and_no_other_groups() -> None:
     topology = Topology(1, pp_size=2, cuts=LayerCuts.of((1, 2)))
-    first, second = (announced(None, place, rank=Rank(pp=place)) for place in (0, 1))
-    with pytest.raises(
-        TopologyError, match=r"stages \[0, 1\] hold parts of one object: layers 1 to the last.*partition"
-    ):
-        ShardMap(topology, [first, second])
-    parts = [replace(first, descriptors=(descriptor(0), None)), replace(second, descriptors=(None, descriptor(1)))]
-    assert len(ShardMap(topology, parts).keys(0, [b"h"])) == 2
+    ranks = [announced(0, None, 1, None), announced(None, 2, None, 3, rank=Rank(pp=1))]
+    shards = ShardMap(topology, ranks)
+    fingerprints = [[parse_key(key).fingerprint for key in shards.keys(group, [b"h"])] for group in (0, 1)]
+    assert fingerprints == [[descriptor(i).fingerprint for i in held] for held in ((0, 2), (1, 3))]
 
 
 def test_derived_prefill_ranks_hold_other_tokens_of_the_same_groups() -> None:

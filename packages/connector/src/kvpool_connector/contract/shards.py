@@ -30,7 +30,7 @@ class Shard:
         """Key of the object that holds this shard of the block."""
         return self.keys([block_hash], tag)[0]
 
-    def keys(self, block_hashes: Iterable[bytes], tag: str = "") -> list[str]:
+    def keys(self, block_hashes: Iterable[bytes], tag: str) -> list[str]:
         """Keys of the objects that hold this shard of the blocks."""
         return object_keys(self._scope, block_hashes, tag)
 
@@ -151,7 +151,7 @@ class ShardMap:
         """An object is written whole, so no stage may end inside one."""
         stages = {shards.rank.pp for ranks in holders.values() for shards in ranks}
         if cuts.starts and len(stages) > 1:
-            end = cuts.starts[part + 1] if part + 1 < len(cuts.starts) else "the last"
+            end = cuts.starts[part + 1] - 1 if part + 1 < len(cuts.starts) else "the last"
             raise TopologyError(
                 f"pipeline stages {sorted(stages)} hold parts of one object: layers {cuts.starts[part]} to {end}. Set "
                 "prefill_pp_layer_partition, on all engines that share, to sizes that end wherever a stage of one of "
