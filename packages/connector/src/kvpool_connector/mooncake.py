@@ -13,7 +13,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import repeat
+from typing import Any, TypeGuard
 
 from kvpool_connector.config import DEFAULT_TENANT, PoolSettings, StoreSettings
 from kvpool_connector.contract.errors import StoreClosedError, StoreSetupError
@@ -161,10 +162,10 @@ class MooncakeStore:
     def exist(self, keys: Sequence[str]) -> list[Status]:
         """See `kvpool_connector.contract.store.Store`."""
         answers = self._open().batch_is_exist(list(keys))
-        # Of thousands of keys, so the usual answers call nothing for each that is not written in C.
-        if isinstance(answers, list) and len(answers) == len(keys) == answers.count(1) + answers.count(0):
-            return list(map(STATUS_OF_EXIST.__getitem__, answers))
-        return _per_key(answers, keys, lambda answer, _: STATUS_OF_EXIST.get(answer, Status.UNAVAILABLE))
+        if not _one_each(answers, keys):
+            return [Status.UNAVAILABLE] * len(keys)
+        # Of thousands of keys, so nothing is called for each that is not written in C.
+        return list(map(STATUS_OF_EXIST.get, answers, repeat(Status.UNAVAILABLE)))
 
     def put(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
         """See `kvpool_connector.contract.store.Store`. Mooncake answers 0 for a key that exists: `OK` covers both."""
@@ -331,8 +332,13 @@ def _moved(expected: Sequence[int], answer: object, i: int) -> Status:
     return _status(answer)
 
 
+def _one_each(answers: object, keys: Sequence[str]) -> TypeGuard[Sequence[Any]]:
+    """Whether there is one answer a key. Answers of another number say nothing about any key."""
+    return isinstance(answers, list | tuple) and len(answers) == len(keys)
+
+
 def _per_key(answers: object, keys: Sequence[str], status_of: Callable[[Any, int], Status]) -> list[Status]:
-    """One status a key. An answer of another length says nothing about any key."""
-    if not isinstance(answers, list | tuple) or len(answers) != len(keys):
+    """One status a key."""
+    if not _one_each(answers, keys):
         return [Status.UNAVAILABLE] * len(keys)
     return [status_of(answer, i) for i, answer in enumerate(answers)]
