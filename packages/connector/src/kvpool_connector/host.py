@@ -18,6 +18,10 @@ from kvpool_connector.contract.layout import ShardLayout
 
 Bytes = NDArray[np.uint8]
 
+RUN_BYTES = 16 << 10
+"""Neighbouring blocks are copied at once where that is at least so many bytes of a piece on average. Such a copy needs
+no memory in between and lets other threads run meanwhile; where runs are shorter, gathering by index is faster."""
+
 
 class Landed:
     """The event of a device that has done its work when the call returns."""
@@ -98,14 +102,26 @@ class HostCopier:
     def gather(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
         ids, objects = self._arrays(block_ids, address)
+        runs = _runs(ids)
         for offset, view in self._pieces:
-            objects[:, offset : offset + view.shape[1]] = view[ids]
+            pages = objects[:, offset : offset + view.shape[1]]
+            if pages.size < RUN_BYTES * len(runs):
+                pages[:] = view[ids]
+                continue
+            for start, end, first in runs:
+                pages[start:end] = view[first : first + end - start]
 
     def scatter(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
         ids, objects = self._arrays(block_ids, address)
+        runs = _runs(ids)
         for offset, view in self._pieces:
-            view[ids] = objects[:, offset : offset + view.shape[1]]
+            pages = objects[:, offset : offset + view.shape[1]]
+            if pages.size < RUN_BYTES * len(runs):
+                view[ids] = pages
+                continue
+            for start, end, first in runs:
+                view[first : first + end - start] = pages[start:end]
 
     def _arrays(self, block_ids: Sequence[int], address: int) -> tuple[NDArray[np.int64], Bytes]:
         ids = np.asarray(block_ids, dtype=np.int64)
@@ -118,3 +134,11 @@ class HostCopier:
 def _memory(address: int, num_bytes: int) -> Bytes:
     """The bytes at an address, not copied."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+def _runs(ids: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """`(start, end, first)`: `ids[start:end]` are `first`, `first + 1` and so on."""
+    cuts = (np.flatnonzero(np.diff(ids) != 1) + 1).tolist()
+    return [
+        (start, end, int(ids[start])) for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True) if end > start
+    ]

@@ -38,7 +38,8 @@ class Staging:
             raise StoreSetupError(
                 f"the store did not register the staging area of {self.buffer.num_bytes} bytes: {status}"
             )
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # The chunk that was used last is lent first: its pages are there, and in the processor's cache.
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()
         for index in range(num_chunks):
             self._free.put(self.buffer.address + index * self.chunk_bytes)
 
