@@ -11,10 +11,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from bench import lookups, planning
+from bench import lookups, planning, resources, transfers
 from bench.measure import Row
 
-PARTS = {"planning": planning.rows, "lookups": lookups.rows}
+PARTS = {
+    "planning": planning.rows,
+    "lookups": lookups.rows,
+    "transfers": transfers.rows,
+    "resources": resources.rows,
+}
 PAGE, DATA = Path("docs/performance.md"), Path("docs/performance.json")
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 SLACK = 2.0
