@@ -139,7 +139,6 @@ class Bench:
         """Take a turn's objects out of the pool."""
         for worker in self.workers.values():
             shard = worker._shards[0]
-            assert shard is not None
             store.remove([shard.key(block_hash) for block_hash in self.blocks(turn)[0].block_hashes], force=True)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ def test_a_flipped_bit_in_any_component_is_found_and_named(pool: Pool, namespace
     deployment = Deployment(case, namespace=namespace, integrity="on")
     node = LocalNode(deployment, 0, Borrowed(pool.store))
     (ranks,) = [ranks for ranks in node.all_ranks() if ranks.rank.tp == 0]
-    shard, descriptor = ranks.shard(0), ranks.descriptors[0]
+    shard, descriptor = ranks.shards(0)[0], ranks.descriptors[0][0]
     assert shard is not None
     assert isinstance(descriptor, Descriptor)
     names = [f"{layer.label}.{c.name}" for layer in descriptor.layers for c in layer.components]

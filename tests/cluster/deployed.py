@@ -186,10 +186,10 @@ class Deployed:
             return Loaded({table.index(block_id) for block_id in failed}, wrong)
 
     def keys(self, prompt: Prompt, index: int, rank: Rank) -> list[str]:
-        """Of the objects that this rank loads for a block of the prompt: one for each part that it holds."""
+        """Of the objects that this rank loads for a block of the prompt: one for each shard that it holds."""
         announced = self.announced[rank]
-        held = (announced.shard(place) for place in range(len(announced.descriptors)))
-        return [shard.key(prompt.hashes[index]) for shard in held if shard is not None]
+        groups = range(len(announced.descriptors))
+        return [shard.key(prompt.hashes[index]) for group in groups for shard in announced.shards(group)]
 
     def remove(self, key: str) -> None:
         """Lose this object for good."""

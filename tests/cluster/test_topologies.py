@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpool_connector.contract.device import Event
 from kvpool_connector.contract.errors import TopologyError
 from kvpool_connector.contract.shards import ShardMap
 from kvpool_connector.contract.topology import ContextRange, HeadRange, Topology, Writer
-from kvpool_connector.fence import Fence
+from kvpool_connector.saver import Saver, ShardSave, _Job
 from kvpool_connector.worker import PoolWorker
 from kvpool_simulator.engine import Limits, Mix
 from kvpool_simulator.store import SimulatedMaster
@@ -318,7 +319,18 @@ def test_two_data_parallel_ranks_under_the_engine(name: str) -> None:
 
 # Mistakes: each must be found by the check that is for it.
 
-right_ticket = Fence.ticket
+right_saves = PoolWorker._shard_saves
+
+
+def submit_with_one_ticket(self: Saver, saves: Sequence[ShardSave], event: Event) -> None:
+    """A job that claims each block once."""
+    ticket = self._fence.ticket({block_id for save in saves for block_id in save.block_ids})
+    num_blocks = sum(len(save.block_ids) for save in saves)
+    with self._lock:
+        self._num_queued += num_blocks
+    self._jobs.put(_Job(event, saves, [ticket] * len(saves), num_blocks))
+
+
 MISTAKES: dict[str, tuple[type, str, Callable[..., Any], Callable[[Deployed], None], str]] = {
     "every rank writes every block": (
         Writer,
@@ -371,15 +383,15 @@ MISTAKES: dict[str, tuple[type, str, Callable[..., Any], Callable[[Deployed], No
     ),
     "of several parts that a rank holds only the first is saved": (
         PoolWorker,
-        "_places",
-        lambda self, group: [group * self._topology.cuts.num_parts],
+        "_shard_saves",
+        lambda self, job: right_saves(self, job)[:1],
         check_shared_writing,
         "pp1-cut-in-3",
     ),
-    "what one part of a block need not read, no other part reads": (
-        Fence,
-        "ticket",
-        lambda self, block_ids, num_reads=1: next(iter(self.tickets), None) or right_ticket(self, block_ids, num_reads),
+    "what one shard of a block need not read, no other reads": (
+        Saver,
+        "submit",
+        submit_with_one_ticket,
         check_gaps_are_filled,
         "pp1-cut-in-3",
     ),

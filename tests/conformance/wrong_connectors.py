@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool_connector import host, mooncake, planner, registration, transfer, worker
+from kvpool_connector import head_split, host, mooncake, planner, registration, saver, transfer, worker
 from kvpool_connector.contract import descriptor, shards, topology
 from kvpool_connector.contract.layout import Component, Layer, ShardLayout
 from kvpool_connector.contract.status import Status
@@ -384,6 +384,97 @@ plant(
     "test_byte_orders_do_not_share",
     "Isolation",
     family="mla",
+)
+
+# Heads stored by themselves.
+
+RIGHT_PART = head_split._part
+RIGHT_SHARD_HEADS = topology.Topology.shard_heads
+RIGHT_LOADS = worker.PoolWorker._shard_loads
+RIGHT_SUBMIT = saver.Saver.submit
+
+
+def part(change: Callable[..., Component]) -> Patch:
+    """Every shard's part of a component as `change` makes it of the right one and of what it was made from."""
+
+    def made(layer: Layer, whole: Component, first: int, count: int, num_heads: int) -> Component:
+        return change(RIGHT_PART(layer, whole, first, count, num_heads), whole, first)
+
+    return attribute(head_split, "_part", made)
+
+
+def heads_mistake(mistake: str, patch: Patch, saved_at: int, loaded_at: int) -> None:
+    """A mistake that engines of two tensor parallel sizes catch."""
+    caught_by = "test_heads_are_shared_between_tensor_parallel_sizes"
+    plant(mistake, patch, caught_by, "Isolation", num_heads=8, saved_at=saved_at, loaded_at=loaded_at)
+
+
+def _one_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one shard's save has let go of is withdrawn from the next shard's."""
+
+    def submit(self: saver.Saver, saves: Sequence[saver.ShardSave], event: Any) -> None:
+        with monkeypatch.context() as within:
+            ticket = self._fence.ticket(block_id for save in saves for block_id in save.block_ids)
+            within.setattr(self._fence, "ticket", lambda block_ids: ticket)
+            RIGHT_SUBMIT(self, saves, event)
+
+    monkeypatch.setattr(saver.Saver, "submit", submit)
+
+
+heads_mistake(
+    "the offset of a head forgotten",
+    part(lambda right, whole, first: replace(right, base_address=whole.base_address)),
+    saved_at=1,
+    loaded_at=8,
+)
+heads_mistake(
+    "heads counted in bytes",
+    part(lambda right, whole, first: replace(right, base_address=whole.base_address + first)),
+    saved_at=1,
+    loaded_at=8,
+)
+heads_mistake(
+    "a token's heads taken to follow the token before without the others",
+    part(lambda right, whole, first: replace(right, piece_stride=right.piece_bytes)),
+    saved_at=2,
+    loaded_at=4,
+)
+heads_mistake(
+    "shards of a rank swapped",
+    attribute(topology.Topology, "shard_heads", lambda self, *a: RIGHT_SHARD_HEADS(self, *a)[::-1]),
+    saved_at=2,
+    loaded_at=8,
+)
+heads_mistake(
+    "heads of a shard counted from the rank's first",
+    attribute(
+        topology.Topology,
+        "shard_heads",
+        lambda self, rank, *a: [replace(h, first=h.first % 4) for h in RIGHT_SHARD_HEADS(self, rank, *a)],
+    ),
+    saved_at=2,
+    loaded_at=8,
+)
+heads_mistake("keys without the shard's heads", without(heads=NO_HEADS), saved_at=4, loaded_at=4)
+heads_mistake(
+    "one shard of a rank loaded",
+    attribute(worker.PoolWorker, "_shard_loads", lambda self, job: RIGHT_LOADS(self, job)[:1]),
+    saved_at=8,
+    loaded_at=2,
+)
+plant(
+    "the lookup asks for one shard a rank",
+    attribute(shards.ShardMap, "keys", lambda self, *a: RIGHT_KEYS(self, *a)[::4]),
+    "test_a_hit_needs_every_head",
+    "Isolation",
+    part=3,
+)
+plant(
+    "shards of a block in one ticket of the fence",
+    _one_ticket,
+    "test_a_block_of_which_some_heads_are_there_is_completed",
+    "Isolation",
+    transfer="packed",
 )
 
 # The store edge.

@@ -88,6 +88,7 @@ class LocalNode:
         settings = {
             "namespace": deployment.namespace,
             **_transfer_settings(deployment.transfer),
+            "kv_head_split": deployment.kv_head_split,
             "integrity": deployment.integrity,
             "staging_bytes": staging_bytes,
             "load_timeout_s": 60,
@@ -109,8 +110,14 @@ class LocalNode:
         """What every rank of the deployment announces: they differ in their heads and tokens alone."""
         ranks = []
         for rank in self._topology.ranks():
-            heads, context = self._topology.heads(rank), self._topology.context(rank)
-            descriptors = tuple(d and replace(d, heads=heads, context=context) for d in self._announced.descriptors)
+            first, context = self._topology.heads(rank).first, self._topology.context(rank)
+            descriptors = tuple(
+                tuple(
+                    replace(one, heads=replace(one.heads, first=first + i * one.heads.count), context=context)
+                    for i, one in enumerate(of_group)
+                )
+                for of_group in self._announced.descriptors
+            )
             writer = self._topology.writer(rank)
             ranks.append(replace(self._announced, rank=rank, descriptors=descriptors, writer=writer))
         return ranks
@@ -138,7 +145,9 @@ class LocalNode:
         assert self._worker.drain(300), "saves did not end"
         after = self._worker.counters.totals()
         names = ("save_blocks_stored", "save_blocks_present")
-        return sum(after.get(name, 0) - before.get(name, 0) for name in names) // len(self._groups)
+        return sum(after.get(name, 0) - before.get(name, 0) for name in names) // sum(
+            map(len, self._announced.descriptors)
+        )
 
     def counts(self) -> dict[str, int]:
         """What the worker has counted, by name."""

@@ -90,17 +90,15 @@ class Target:
             raise
         self._idle.append(process)
 
-    def lose(self, deployment: Deployment, rank: int, content: str) -> None:
+    def lose(self, deployment: Deployment, rank: int, content: str, part: int = 0) -> None:
         with self.open() as store:
-            (status,) = store.remove([self.key(deployment, rank, content)], force=True)
+            (status,) = store.remove([self.key(deployment, rank, content, part=part)], force=True)
             assert status.ok, f"removing the object of {content!r}: {status}"
 
-    def key(self, deployment: Deployment, rank: int, content: str, group: int = 0) -> str:
-        """The key of the object that a rank of a deployment, whose node there was, loads for a content."""
+    def key(self, deployment: Deployment, rank: int, content: str, group: int = 0, part: int = 0) -> str:
+        """The key of an object that a rank of a deployment, whose node there was, loads for a content."""
         (shards,) = [shards for shards in self._announced[deployment] if shards.rank.tp == rank]
-        shard = shards.shard(group)
-        assert shard is not None
-        return shard.key(block_hash(content))
+        return shards.shards(group)[part].key(block_hash(content))
 
     def close(self) -> None:
         """End the other processes and close the lent clients."""

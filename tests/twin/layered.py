@@ -68,7 +68,6 @@ class LayeredRank:
     def keys(self) -> list[str]:
         """What the blocks' objects are called."""
         shard = self.worker._shards[0]
-        assert shard is not None
         return [shard.key(block_hash) for block_hash in self.hashes]
 
     def begin_save(self) -> StepMetadata:
@@ -85,7 +84,7 @@ class LayeredRank:
         while save.tasks > 1:
             assert time.monotonic() < give_up, "the layers never came in"
             time.sleep(0.001)
-        assert all(one.left == left for one in save.groups[0].objects), "a layer is missing"
+        assert all(one.left == left for one in save.shards[0].objects), "a layer is missing"
 
     def save(self) -> None:
         """A whole step, saved to its end."""

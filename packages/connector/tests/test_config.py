@@ -58,6 +58,13 @@ def test_what_is_no_size_is_refused(value: object) -> None:
     [
         ({"load_asink": True}, "unknown key 'load_asink'; the nearest known one is 'load_async'"),
         ({"use_layerwise": "sometimes"}, "use_layerwise"),
+        *(
+            (
+                {"kv_head_split": value},
+                f'kv_head_split = {value!r}: {value!r} is unknown; expected "rank", "head", or a list of',
+            )
+            for value in ("heads", [], [0, 4], [True], 8, ["8"], None)
+        ),
         ({"discard_partial_chunks": False}, "discard_partial_chunks = False is not supported"),
         ({"backend": "memcache"}, "backend = 'memcache' is not supported"),
         ({"staging_bytes": "1 banana"}, "is not a size"),

@@ -86,7 +86,7 @@ def test_an_indexer_in_a_group_of_its_own_hangs_on_its_layers_attention() -> Non
     plan = plan_of([layer(str(i), attention(i)) for i in range(2)], [layer(str(i), indexer(i)) for i in range(2)])
     assert plan.needed[""] == {(1, 0)}
     assert plan.needed[attention(0)] == {(0, 0), (1, 0), (1, 1)}
-    assert [(p.group, p.index) for p in plan.due[attention(1)]] == [(0, 1), (1, 0), (1, 1)]
+    assert [(p.shard, p.index) for p in plan.due[attention(1)]] == [(0, 1), (1, 0), (1, 1)]
 
 
 def test_groups_whose_layers_alternate_wait_for_their_own() -> None:
@@ -114,7 +114,11 @@ def test_a_layer_without_any_hook_is_there_before_the_step_and_saved_after_it() 
     assert [piece.after_step for piece in plan.ranges[0]] == [True, False]
 
 
-def test_a_rank_without_layers_of_a_group_has_no_ranges() -> None:
-    layout = ShardLayout(1, 16, 4, (layer("0", attention(0)),))
-    plan = LayerPlan([None, layout], 1)
-    assert [len(pieces) for pieces in plan.ranges] == [0, 1]
+def test_several_shards_of_a_group_have_ranges_of_their_own_on_the_same_hooks() -> None:
+    layout = ShardLayout(1, 16, 4, (layer("0", attention(0)), layer("1", attention(1))))
+    plan = LayerPlan([layout, layout], 1)
+    assert [[(piece.shard, piece.index) for piece in pieces] for pieces in plan.ranges] == [
+        [(0, 0), (0, 1)],
+        [(1, 0), (1, 1)],
+    ]
+    assert plan.needed[attention(1)] == {(0, 1), (1, 1)}

@@ -48,7 +48,6 @@ class LayerRig(Rig):
         super().__init__(store or SessionDictStore(), device=self.gated, **settings)
 
     def key(self, content: int) -> str:
-        assert self.worker._shards[0] is not None
         return self.worker._shards[0].key(group({0: content}).block_hashes[0])
 
     def begin_save(self, contents: dict[int, int]) -> StepMetadata:

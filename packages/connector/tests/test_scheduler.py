@@ -54,13 +54,15 @@ class Bench:
         for rank in topology.ranks():
             content = ComponentContent("kv", "int8", (16, topology.heads(rank).count), "NHD")
             descriptors = tuple(
-                Descriptor(
-                    ModelIdentity("m"),
-                    group,
-                    rule.block_size,
-                    topology.heads(rank),
-                    topology.context(rank),
-                    (LayerContent(str(group), (content,)),),
+                (
+                    Descriptor(
+                        ModelIdentity("m"),
+                        group,
+                        rule.block_size,
+                        topology.heads(rank),
+                        topology.context(rank),
+                        (LayerContent(str(group), (content,)),),
+                    ),
                 )
                 for group, rule in enumerate(rules)
             )

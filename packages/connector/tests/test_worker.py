@@ -18,9 +18,10 @@ from stores import DictStore
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.descriptor import ModelIdentity
 from kvpool_connector.contract.errors import ConfigError
+from kvpool_connector.contract.shards import RankShards
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces
-from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.contract.topology import LayerCuts, Rank, Topology
 from kvpool_connector.hashing import Hashing
 from kvpool_connector.host import HostDevice
 from kvpool_connector.loudness import Loudness
@@ -580,3 +581,53 @@ def test_of_all_ranks_the_slowest_load_counts() -> None:
     reports = [LoadReport(frozenset({"r"}), seconds={"r": seconds}, step=3) for seconds in (1.0, 3.0, 2.0)]
     merged = reports[0].merge(reports[1]).merge(reports[2])
     assert (merged.seconds, merged.step) == ({"r": 3.0}, 3)
+
+
+def test_states_cannot_be_split_by_heads() -> None:
+    settings = PoolSettings(kv_head_split=(2, 4), staging_bytes=3 << 20)
+    worker = PoolWorker(settings, DictStore(), HostDevice(), Topology(4, 2), Rank(), ModelIdentity("tiny"))
+    caches = {"model.layers.0.mamba": (torch.zeros(4, 3, 8), torch.zeros(4, 2, 8))}
+    with pytest.raises(ConfigError, match=r'kv_head_split = \[2, 4\], but KV cache group 0 holds states.* to "rank"'):
+        worker.register(caches, [GroupSpec(tuple(caches), 16, 4, kind="state")])
+    worker.close()
+
+
+def test_objects_cut_along_the_layers_and_by_heads() -> None:
+    """One rank stores three layers and two heads as four objects; of two ranks the second loads the two of its head."""
+    store, names = DictStore(), [f"model.layers.{i}.attn" for i in range(3)]
+    cuts, both = LayerCuts.of((1, 2)), group({1: 7, 2: 8})
+
+    def made(tp: int, rank: Rank) -> tuple[PoolWorker, dict[str, tuple[torch.Tensor, torch.Tensor]], RankShards]:
+        settings = PoolSettings(kv_head_split="head", staging_bytes=3 << 20)
+        topology = Topology(2, tp, cuts=cuts)
+        worker = PoolWorker(settings, store, HostDevice(), topology, rank, ModelIdentity("tiny"))
+        shape = (4, 16, 2 // tp, 8)
+        caches = {name: (torch.zeros(shape), torch.zeros(shape)) for name in names}
+        return worker, caches, worker.register(caches, [GroupSpec(tuple(names), 16, 4)])
+
+    source, written, announced = made(1, Rank())
+    assert [([x.label for x in d.layers], d.heads.first) for d in announced.descriptors[0]] == [
+        (["0"], 0),
+        (["0"], 1),
+        (["1", "2"], 0),
+        (["1", "2"], 1),
+    ]
+    for entry in written.values():
+        for tensor in entry:
+            tensor.copy_(torch.rand(tensor.shape))
+    step = StepMetadata(saves=(SaveJob("r", (both,)),))
+    source.begin_step(step)
+    source.end_step(step)
+    assert source.drain(60)
+    target, read, announced = made(2, Rank(tp=1))
+    assert len(announced.descriptors[0]) == 2
+    step = StepMetadata(loads=(LoadJob("r", (both,)),))
+    target.begin_step(step)
+    target.start_loads(step)
+    assert not target.take_failed_blocks()
+    for name in names:
+        for ours, theirs in zip(read[name], written[name], strict=True):
+            assert torch.equal(ours[[1, 2], :, 0], theirs[[1, 2], :, 1])
+            assert not ours[[0, 3]].any()
+    source.close()
+    target.close()

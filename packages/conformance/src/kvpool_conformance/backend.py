@@ -82,6 +82,6 @@ class CacheBackend(Protocol):
         """A rank with caches of its own; `elsewhere`: in another process."""
         ...
 
-    def lose(self, deployment: Deployment, rank: int, content: str) -> None:
-        """Remove the object of one content that this rank loads, round the connector."""
+    def lose(self, deployment: Deployment, rank: int, content: str, part: int = 0) -> None:
+        """Remove an object of one content that this rank loads, round the connector: of several the `part`-th."""
         ...

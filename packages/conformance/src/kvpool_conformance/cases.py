@@ -72,6 +72,9 @@ class Deployment:
     """`auto`, `packed`, `direct` or `layerwise`, where the backend offers them."""
     integrity: str = "off"
     """`off`, `sampled` or `on`, where the backend keeps checksums."""
+    kv_head_split: str | tuple[int, ...] = "rank"
+    """KV heads that share an object: `rank` all of a rank, `head` each its own, or as many as a rank of each of these
+    tensor parallel sizes holds whole."""
 
     def with_case(self, **changes: object) -> Deployment:
         """The same with other caches."""

@@ -6,6 +6,7 @@ current_stream}`. It has not run on an NPU yet: see docs/npu.md.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -116,29 +117,29 @@ class AscendChecksums:
 
 
 class AscendCopier:
-    """Copies on a stream of its own, a piece of all blocks at a time."""
+    """Copies on a stream of its own, a component of all blocks at a time."""
 
     def __init__(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> None:
         self._object_bytes = layout.object_bytes
         self._staging = staging
         self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
         self._stream = npu.Stream()
-        self._views = list(_views(layout, kv_caches))
+        self._pages = list(_pages(layout, kv_caches))
 
     def gather(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
         with npu.stream(self._stream):
             ids, objects = self._tensors(block_ids, address)
-            for offset, view in self._views:
-                objects[:, offset : offset + view.shape[1]].copy_(view.index_select(0, ids))
+            for part, pages in self._pages:
+                objects[:, part].view(-1, *pages.shape[1:]).copy_(pages.index_select(0, ids))
             self._stream.synchronize()
 
     def scatter(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
         with npu.stream(self._stream):
             ids, objects = self._tensors(block_ids, address)
-            for offset, view in self._views:
-                view.index_copy_(0, ids, objects[:, offset : offset + view.shape[1]].contiguous())
+            for part, pages in self._pages:
+                pages.index_copy_(0, ids, objects[:, part].contiguous().view(-1, *pages.shape[1:]))
             self._stream.synchronize()
 
     def _tensors(self, block_ids: Sequence[int], address: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,24 +148,22 @@ class AscendCopier:
         return torch.tensor(block_ids, device=self._memory.device), objects
 
 
-def _views(layout: ShardLayout, kv_caches: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each piece of a block as a byte view `(num_blocks, size)` of its tensor, with its offset in the object."""
-    tensors: dict[int, torch.Tensor] = {}
+def _pages(layout: ShardLayout, kv_caches: Mapping[str, Any]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Each component's part of an object and its pages, a byte view `(num_blocks, num_pieces, piece_bytes)`."""
+    storages: dict[int, torch.Tensor] = {}
     for entry in kv_caches.values():
         for tensor in entry if isinstance(entry, tuple | list) else (entry,):
-            tensors.setdefault(tensor.data_ptr(), tensor)
-    offset = 0
-    for component in layout.components:
-        tensor = tensors.get(component.base_address)
-        if tensor is None:
-            raise LayoutError(
-                f"component {component.name!r} at {component.base_address:#x} is no registered tensor's start"
-            )
-        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        raw.set_(tensor.untyped_storage())
-        first = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
-        for piece in range(component.num_pieces):
-            start = first + piece * component.piece_stride
-            shape, stride = (layout.num_blocks, component.piece_bytes), (component.block_stride, 1)
-            yield offset, raw.as_strided(shape, stride, start)
-            offset += component.piece_bytes
+            storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    starts = sorted(storages)
+    end = 0
+    for c in layout.components:
+        # One of several shards begins inside a tensor, so the storage is what is looked for.
+        at = bisect.bisect(starts, c.base_address) - 1
+        storage = storages[starts[at]].untyped_storage() if at >= 0 else None
+        if storage is None or c.base_address >= storage.data_ptr() + storage.nbytes():
+            raise LayoutError(f"component {c.name!r} at {c.base_address:#x} is in the memory of no registered tensor")
+        raw = torch.empty(0, dtype=torch.uint8, device=storages[starts[at]].device)
+        raw.set_(storage)
+        start, end = end, end + c.page_bytes
+        shape, strides = (layout.num_blocks, c.num_pieces, c.piece_bytes), (c.block_stride, c.piece_stride, 1)
+        yield slice(start, end), raw.as_strided(shape, strides, c.base_address - storage.data_ptr())

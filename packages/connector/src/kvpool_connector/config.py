@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvpool_connector.contract.errors import ConfigError
+from kvpool_connector.contract.topology import HeadSplit
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -59,6 +60,16 @@ def _partition(value: object) -> object:
     if not all(part.strip().isdecimal() for part in value.split(",")):
         raise ValueError(f'{value[:80]!r} is not a partition; expected the layers of each stage, for example "30,31"')
     return tuple(int(part) for part in value.split(","))
+
+
+def _head_split(value: object) -> object:
+    sizes = value if isinstance(value, list | tuple) else ()
+    if value in ("rank", "head") or (sizes and all(type(size) is int and size > 0 for size in sizes)):
+        return value
+    raise ValueError(
+        f'{value!r} is unknown; expected "rank", "head", or a list of all tensor parallel sizes that share, for '
+        "example [4, 8]"
+    )
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -181,6 +192,9 @@ class PoolSettings(_Settings):
     """Identity of the weights; the engine's model path where it is not set."""
     transfer: Literal["auto", "direct", "packed"] = "auto"
     """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache."""
+    kv_head_split: Annotated[HeadSplit, BeforeValidator(_head_split)] = "rank"
+    """Which KV heads share an object: all that a rank holds, each its own, or as many as a rank of every tensor
+    parallel size in the list holds whole. Engines of different sizes share what they split alike."""
     cache_order: Literal["auto", "ND", "NZ"] = "auto"
     """Byte order of a cache page, which the tensors do not tell. `auto`: `NZ` where vLLM-Ascend's `enable_kv_nz` is on,
     else `ND`. A 310P needs `NZ`."""

@@ -85,43 +85,45 @@ class HostChecksums:
 
 
 class HostCopier:
-    """Copies between a cache in host memory and dense objects, a piece of all blocks at a time."""
+    """Copies between a cache in host memory and dense objects, a component of all blocks at a time."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self._object_bytes = layout.object_bytes
         self._num_blocks = layout.num_blocks
-        self._pieces: list[tuple[int, Bytes]] = []
-        offset = 0
-        for component in layout.components:
-            for address, size in component.pieces(0):
-                span = (layout.num_blocks - 1) * component.block_stride + size
-                view = as_strided(_memory(address, span), (layout.num_blocks, size), (component.block_stride, 1))
-                self._pieces.append((offset, view))
-                offset += size
+        self._pages: list[tuple[slice, Bytes]] = []
+        """Each component's part of an object and its pages, `(num_blocks, num_pieces, piece_bytes)`."""
+        end = 0
+        for c in layout.components:
+            start, end = end, end + c.page_bytes
+            shape = (layout.num_blocks, c.num_pieces, c.piece_bytes)
+            strides = (c.block_stride, c.piece_stride, 1)
+            span = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+            self._pages.append((slice(start, end), as_strided(_memory(c.base_address, span), shape, strides)))
 
     def gather(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
         ids, objects = self._arrays(block_ids, address)
         runs = _runs(ids)
-        for offset, view in self._pieces:
-            pages = objects[:, offset : offset + view.shape[1]]
-            if pages.size < RUN_BYTES * len(runs):
-                pages[:] = view[ids]
+        for part, pages in self._pages:
+            # Splitting the last axis of an array makes a view.
+            target = objects[:, part].reshape(-1, *pages.shape[1:])
+            if target.size < RUN_BYTES * len(runs):
+                target[:] = pages[ids]
                 continue
             for start, end, first in runs:
-                pages[start:end] = view[first : first + end - start]
+                target[start:end] = pages[first : first + end - start]
 
     def scatter(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
         ids, objects = self._arrays(block_ids, address)
         runs = _runs(ids)
-        for offset, view in self._pieces:
-            pages = objects[:, offset : offset + view.shape[1]]
-            if pages.size < RUN_BYTES * len(runs):
-                view[ids] = pages
+        for part, pages in self._pages:
+            source = objects[:, part].reshape(-1, *pages.shape[1:])
+            if source.size < RUN_BYTES * len(runs):
+                pages[ids] = source
                 continue
             for start, end, first in runs:
-                view[first : first + end - start] = pages[start:end]
+                pages[first : first + end - start] = source[start:end]
 
     def _arrays(self, block_ids: Sequence[int], address: int) -> tuple[NDArray[np.int64], Bytes]:
         ids = np.asarray(block_ids, dtype=np.int64)

@@ -16,7 +16,7 @@ from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.layer_transfer import LayerTransfer
-from kvpool_connector.loader import GroupLoad, Leave
+from kvpool_connector.loader import Leave, ShardLoad
 from kvpool_connector.outage import Outage
 from kvpool_connector.transfer import parts
 
@@ -40,9 +40,9 @@ class _Object:
 
 @dataclass
 class _Part:
-    """Objects of one group that are moved together, all their ranges in turn."""
+    """Objects of one shard that are moved together, all their ranges in turn."""
 
-    group: int
+    shard: int
     objects: list[_Object]
     left: int
     """Ranges that have not ended."""
@@ -65,8 +65,8 @@ class LayerLoad(Leave):
         self.parts = parts
         self.queue = list(reversed(pieces))
         """Ranges that have not been asked for; the next one last."""
-        self.missing = Counter((piece.group, piece.index) for piece, _ in pieces)
-        """By group and range index, parts that have not landed, well or not."""
+        self.missing = Counter((piece.shard, piece.index) for piece, _ in pieces)
+        """By shard and range index, parts that have not landed, well or not."""
         self.waited: set[str] = set()
         """Wait hooks called in this step."""
 
@@ -78,7 +78,7 @@ class LayerLoad(Leave):
     def landed(self, piece: LayerRange) -> None:
         """One part of a range has ended."""
         with self._changed:
-            self.missing[piece.group, piece.index] -= 1
+            self.missing[piece.shard, piece.index] -= 1
             self._changed.notify_all()
 
     def wait(self, places: Iterable[tuple[int, int]], timeout_s: float) -> bool:
@@ -108,7 +108,7 @@ class LayerLoader:
         renew_s: float,
         prefetch_layers: int | None,
     ) -> None:
-        """`object_bytes`: by group. `renew_s`: age at which a get session is renewed, well below the store's lease.
+        """`object_bytes`: by shard. `renew_s`: age at which a get session is renewed, well below the store's lease.
         `prefetch_layers`: how far loads run ahead of the layer that computes; None for as far as the transport gets."""
         self._transfer = transfer
         self._store = transfer.store
@@ -126,18 +126,18 @@ class LayerLoader:
         self._sessions = threading.Lock()
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-loader")
 
-    def start(self, loads: Mapping[str, Sequence[GroupLoad]], event: Event) -> LayerLoad:
+    def start(self, loads: Mapping[str, Sequence[ShardLoad]], event: Event) -> LayerLoad:
         """Begin to fill blocks, by request, none before `event`. Returns when the step may begin to compute."""
-        by_group: dict[int, list[_Object]] = {}
-        for request_id, groups in loads.items():
-            for group in groups:
-                by_group.setdefault(group.group, []).extend(
+        by_shard: dict[int, list[_Object]] = {}
+        for request_id, shards in loads.items():
+            for shard in shards:
+                by_shard.setdefault(shard.shard, []).extend(
                     _Object(request_id, key, block_id)
-                    for key, block_id in zip(group.keys, group.block_ids, strict=True)
+                    for key, block_id in zip(shard.keys, shard.block_ids, strict=True)
                 )
         all_parts: list[_Part] = []
         pieces: list[tuple[LayerRange, _Part]] = []
-        for number, objects in by_group.items():
+        for number, objects in by_shard.items():
             ranges = self._plan.ranges[number]
             size = min(self._transfer.per_call(piece) for piece in ranges)
             for part in parts(len(objects), size):
@@ -172,7 +172,7 @@ class LayerLoader:
                 failed[one.request_id].append(one.block_id)
                 reasons[one.status] += 1
         self._counters.add("load_blocks_ok", len(load.objects) - reasons.total())
-        num_bytes = sum(self._object_bytes[part.group] for part in load.parts for one in part.objects if one.status.ok)
+        num_bytes = sum(self._object_bytes[part.shard] for part in load.parts for one in part.objects if one.status.ok)
         self._counters.add("load_bytes", num_bytes)
         for status, count in reasons.items():
             self._counters.add(f"load_blocks_{status.value}", count)
@@ -193,9 +193,9 @@ class LayerLoader:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _fail_unwaited(self, load: LayerLoad) -> None:
-        """A layer that did not wait may have read what had not landed: its group's blocks count as not loaded."""
+        """A layer that did not wait may have read what had not landed: its shard's blocks count as not loaded."""
         for part in load.parts:
-            for hook in sorted(self._plan.hooks(part.group) - load.waited):
+            for hook in sorted(self._plan.hooks(part.shard) - load.waited):
                 self._counters.add("load_hook_faults")
                 if hook not in self._told:
                     self._told.add(hook)

@@ -19,9 +19,10 @@ from kvpool_connector.registration import is_indexer
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Consecutive layers of one group that are moved together: one run of bytes of each object."""
+    """Consecutive layers of one of the rank's shards that are moved together: one run of bytes of each object."""
 
-    group: int
+    shard: int
+    """Index among the shards that this rank holds."""
     index: int
     layout: ShardLayout
     """These layers alone."""
@@ -36,28 +37,27 @@ class LayerRange:
 
 
 class LayerPlan:
-    """The ranges of all groups of a rank, and the hooks they hang on."""
+    """The ranges of all shards of a rank, and the hooks they hang on."""
 
-    def __init__(self, layouts: Sequence[ShardLayout | None], layers_per_transfer: int | None = None) -> None:
+    def __init__(self, layouts: Sequence[ShardLayout], layers_per_transfer: int | None = None) -> None:
         """`layers_per_transfer`: None for as many as `kvpool_connector.layer_cost.best_num_ranges` says."""
-        held = [layout for layout in layouts if layout]
-        self._hook_of_label = _hooks(held)
-        self._before, self._after = self._neighbours(held)
+        self._hook_of_label = _hooks(layouts)
+        self._before, self._after = self._neighbours(layouts)
         self.ranges: tuple[tuple[LayerRange, ...], ...] = tuple(
-            self._ranges(layout, layers_per_transfer) if layout else () for layout in layouts
+            self._ranges(shard, layout, layers_per_transfer) for shard, layout in enumerate(layouts)
         )
         self.needed: Mapping[str, frozenset[tuple[int, int]]] = self._needed()
-        """By hook, `(group, range index)` of what must have landed when its wait returns; "" is the step's start."""
+        """By hook, `(shard, range index)` of what must have landed when its wait returns; "" is the step's start."""
         self.repeating = frozenset(hook for label, hook in self._hook_of_label.items() if label.startswith("mtp."))
         """Hooks that may be called several times a step: a layer of multi-token prediction is computed once a token."""
         self.due: Mapping[str, tuple[LayerRange, ...]] = self._due()
         """By hook, ranges that a save hook can complete."""
 
-    def hooks(self, group: int) -> frozenset[str]:
-        """Hooks that must be called in every step for `group`."""
-        return frozenset(hook for piece in self.ranges[group] for hook in piece.hooks)
+    def hooks(self, shard: int) -> frozenset[str]:
+        """Hooks that must be called in every step for `shard`."""
+        return frozenset(hook for piece in self.ranges[shard] for hook in piece.hooks)
 
-    def _ranges(self, layout: ShardLayout, layers_per_transfer: int | None) -> tuple[LayerRange, ...]:
+    def _ranges(self, shard: int, layout: ShardLayout, layers_per_transfer: int | None) -> tuple[LayerRange, ...]:
         count = layers_per_transfer or -(-len(layout.layers) // best_num_ranges(layout.object_bytes))
         ranges: list[LayerRange] = []
         offset = 0
@@ -68,7 +68,7 @@ class LayerPlan:
             ready = [*hooks, *(self._after.get(layer.label) for layer in layers if _has_indexer(layer))]
             ranges.append(
                 LayerRange(
-                    layout.group,
+                    shard,
                     len(ranges),
                     part,
                     offset,
@@ -101,7 +101,7 @@ class LayerPlan:
         for pieces in self.ranges:
             for piece in pieces:
                 for layer in piece.layout.layers:
-                    place = (piece.group, piece.index)
+                    place = (piece.shard, piece.index)
                     needed[self._hook_of_label.get(layer.label) or self._before[layer.label]].add(place)
                     if _has_indexer(layer):
                         # It may read in front of its layer's wait, but not in front of the one before.

@@ -19,7 +19,7 @@ from kvpool_connector.fence import Fence, Ticket
 from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.layer_transfer import LayerTransfer
 from kvpool_connector.outage import Outage
-from kvpool_connector.saver import GroupSave, count_saved
+from kvpool_connector.saver import ShardSave, count_saved
 from kvpool_connector.transfer import parts
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class _Object:
 
 
 @dataclass
-class _Group:
-    """A group's part of a step's save."""
+class _Shard:
+    """A shard's part of a step's save."""
 
     objects: list[_Object]
     ticket: Ticket
@@ -61,20 +61,20 @@ class _Group:
 class LayerSave:
     """One step's save. Hooks of the step's thread mark layers as computed; two threads move them."""
 
-    def __init__(self, groups: dict[int, _Group]) -> None:
-        self.groups = groups
+    def __init__(self, shards: dict[int, _Shard]) -> None:
+        self.shards = shards
         self.fired: Counter[str] = Counter()
         """Save hooks called in this step."""
         self.sent: set[tuple[int, int]] = set()
-        """Ranges that are on their way, by group and index."""
+        """Ranges that are on their way, by shard and index."""
         self.lock = threading.Lock()
         self.tasks = 1
         """Tasks that have not ended, and one for the step itself."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all groups."""
-        return sum(len(group.objects) for group in self.groups.values())
+        """Blocks of all shards."""
+        return sum(len(shard.objects) for shard in self.shards.values())
 
 
 class LayerSaver:
@@ -99,7 +99,7 @@ class LayerSaver:
         session_limit_s: float,
         stored: StoredKeys | None = None,
     ) -> None:
-        """`object_bytes`: by group. `session_limit_s` must lie below the store's discard time-out."""
+        """`object_bytes`: by shard. `session_limit_s` must lie below the store's discard time-out."""
         self._transfer = transfer
         self._store = transfer.store
         self._plan = plan
@@ -117,16 +117,16 @@ class LayerSaver:
         self._told: set[str] = set()
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-saver")
 
-    def open(self, saves: Iterable[GroupSave]) -> LayerSave | None:
+    def open(self, saves: Iterable[ShardSave]) -> LayerSave | None:
         """Before a step computes: these blocks will be complete at its end. None when there is nothing to do."""
-        by_group: dict[int, list[_Object]] = {}
+        by_shard: dict[int, list[_Object]] = {}
         for save in saves:
-            num_ranges = len(self._plan.ranges[save.group])
-            objects = by_group.setdefault(save.group, [])
+            num_ranges = len(self._plan.ranges[save.shard])
+            objects = by_shard.setdefault(save.shard, [])
             objects += [
                 _Object(key, block_id, num_ranges) for key, block_id in zip(save.keys, save.block_ids, strict=True)
             ]
-        num_blocks = sum(map(len, by_group.values()))
+        num_blocks = sum(map(len, by_shard.values()))
         if not num_blocks:
             return None
         if self._outage.active:
@@ -142,11 +142,11 @@ class LayerSaver:
         self._counters.add("save_queue_entered", num_blocks)
         return LayerSave(
             {
-                group: _Group(
+                shard: _Shard(
                     objects,
-                    self._fence.ticket((one.block_id for one in objects), len(self._plan.ranges[group])),
+                    self._fence.ticket((one.block_id for one in objects), len(self._plan.ranges[shard])),
                 )
-                for group, objects in by_group.items()
+                for shard, objects in by_shard.items()
             }
         )
 
@@ -154,7 +154,7 @@ class LayerSaver:
         """A layer's save hook: ranges whose layers are all computed once `event` has happened go on their way."""
         save.fired[hook] += 1
         for piece in self._plan.due.get(hook, ()):
-            if piece.group in save.groups and not piece.after_step and all(save.fired[name] for name in piece.ready):
+            if piece.shard in save.shards and not piece.after_step and all(save.fired[name] for name in piece.ready):
                 self._send(save, piece, event)
 
     def close(self, save: LayerSave, event: Event | None) -> None:
@@ -162,10 +162,10 @@ class LayerSaver:
 
         `event` is None for a step that broke off: nothing of it is stored.
         """
-        for number, group in save.groups.items():
+        for number, shard in save.shards.items():
             fault = self._fault(save, number) if event else "step_broken"
             if fault:
-                for one in group.objects:
+                for one in shard.objects:
                     one.fault = one.fault or fault
             elif event:
                 for piece in self._plan.ranges[number]:
@@ -177,9 +177,9 @@ class LayerSaver:
         self._threads.shutdown(wait=True)
         return True
 
-    def _fault(self, save: LayerSave, group: int) -> str:
-        """Why a group's objects of this step must not appear; told once for each layer."""
-        for hook in sorted(self._plan.hooks(group)):
+    def _fault(self, save: LayerSave, shard: int) -> str:
+        """Why a shard's objects of this step must not appear; told once for each layer."""
+        for hook in sorted(self._plan.hooks(shard)):
             calls = save.fired[hook]
             if calls == 1 or (calls > 1 and hook in self._plan.repeating):
                 continue
@@ -197,7 +197,7 @@ class LayerSaver:
         return ""
 
     def _send(self, save: LayerSave, piece: LayerRange, event: Event) -> None:
-        place = (piece.group, piece.index)
+        place = (piece.shard, piece.index)
         if place in save.sent:
             return
         save.sent.add(place)
@@ -206,25 +206,25 @@ class LayerSaver:
         self._threads.submit(self._move, save, piece, event)
 
     def _move(self, save: LayerSave, piece: LayerRange, event: Event) -> None:
-        group = save.groups[piece.group]
+        shard = save.shards[piece.shard]
         try:
-            self._write(save, group, piece, event)
+            self._write(save, shard, piece, event)
         except Exception:
             # Whatever breaks, the objects are simply not stored.
-            logger.exception("event=layer_save_failed blocks=%d", len(group.objects))
+            logger.exception("event=layer_save_failed blocks=%d", len(shard.objects))
             with save.lock:
-                for one in group.objects:
+                for one in shard.objects:
                     one.fault = one.fault or "failed"
         finally:
             self._ended(save)
 
-    def _write(self, save: LayerSave, group: _Group, piece: LayerRange, event: Event) -> None:
+    def _write(self, save: LayerSave, shard: _Shard, piece: LayerRange, event: Event) -> None:
         if not event.wait(self._event_timeout_s):
             logger.error("event=device_late limit_s=%g blocks=%d: not stored", self._event_timeout_s, save.num_blocks)
-            self._give_up(save, group.objects, "device_late")
+            self._give_up(save, shard.objects, "device_late")
             return
-        self._begin(group, piece)
-        moving = [one for one in group.objects if one.open]
+        self._begin(shard, piece)
+        moving = [one for one in shard.objects if one.open]
         for part in parts(len(moving), self._transfer.per_call(piece)):
             # Checked again for each part: another range of the same object may have failed meanwhile.
             some = [one for one in moving[part] if one.open]
@@ -232,8 +232,8 @@ class LayerSaver:
                 piece,
                 [one.key for one in some],
                 [one.block_id for one in some],
-                group.ticket,
-                lambda: self._fresh(group),
+                shard.ticket,
+                lambda: self._fresh(shard),
             )
             with save.lock:
                 for one, status in zip(some, statuses, strict=True):
@@ -242,26 +242,26 @@ class LayerSaver:
                     elif status is not None:
                         one.status = one.status or status
             lost = [one for one, status in zip(some, statuses, strict=True) if status is None]
-            self._give_up(save, lost, "overwritten" if self._fresh(group) else "stale")
-        group.ticket.drop([one.block_id for one in group.objects if not one.open])
+            self._give_up(save, lost, "overwritten" if self._fresh(shard) else "stale")
+        shard.ticket.drop([one.block_id for one in shard.objects if not one.open])
 
-    def _begin(self, group: _Group, piece: LayerRange) -> None:
+    def _begin(self, shard: _Shard, piece: LayerRange) -> None:
         """Open the sessions, once; whoever comes meanwhile waits."""
-        with group.begin:
-            if group.begun_at is not None:
+        with shard.begin:
+            if shard.begun_at is not None:
                 return
             # Taken before the call, so that the age is never thought less than it is.
             begun_at = self._clock.now()
-            keys = [one.key for one in group.objects]
-            statuses = statuses_of(self._store.begin_put, keys, [self._object_bytes[piece.group]] * len(keys))
-            for one, status in zip(group.objects, statuses, strict=True):
+            keys = [one.key for one in shard.objects]
+            statuses = statuses_of(self._store.begin_put, keys, [self._object_bytes[piece.shard]] * len(keys))
+            for one, status in zip(shard.objects, statuses, strict=True):
                 one.opened = status.ok or status.outage
                 if not status.ok:
                     one.status = status
-            group.begun_at = begun_at
+            shard.begun_at = begun_at
 
-    def _fresh(self, group: _Group) -> bool:
-        return group.begun_at is not None and self._clock.now() - group.begun_at < self._session_limit_s
+    def _fresh(self, shard: _Shard) -> bool:
+        return shard.begun_at is not None and self._clock.now() - shard.begun_at < self._session_limit_s
 
     def _give_up(self, save: LayerSave, objects: Iterable[_Object], fault: str) -> None:
         with save.lock:
@@ -275,23 +275,23 @@ class LayerSaver:
             if save.tasks:
                 return
         try:
-            for index, group in save.groups.items():
-                self._end(group, self._object_bytes[index])
+            for index, shard in save.shards.items():
+                self._end(shard, self._object_bytes[index])
         finally:
-            for group in save.groups.values():
-                group.ticket.close()
+            for shard in save.shards.values():
+                shard.ticket.close()
             with self._lock:
                 self._num_queued -= save.num_blocks
             self._counters.add("save_queue_left", save.num_blocks)
 
-    def _end(self, group: _Group, object_bytes: int) -> None:
-        if group.begun_at is not None and not self._fresh(group):
-            for one in group.objects:
+    def _end(self, shard: _Shard, object_bytes: int) -> None:
+        if shard.begun_at is not None and not self._fresh(shard):
+            for one in shard.objects:
                 one.fault = one.fault or "stale"
-        for one in group.objects:
+        for one in shard.objects:
             if one.open and one.left:
                 one.fault = "incomplete"
-        whole = [one for one in group.objects if one.open]
+        whole = [one for one in shard.objects if one.open]
         for one, status in zip(whole, statuses_of(self._store.end_put, [one.key for one in whole]), strict=True):
             if status.ok or status.outage:
                 one.status = status
@@ -299,13 +299,13 @@ class LayerSaver:
                 # Another writer has the key, or the store gave the session up: nothing is stored by this one.
                 one.fault = "lost"
         statuses_of(
-            self._store.revoke_put, [one.key for one in group.objects if one.opened and one.status is not Status.OK]
+            self._store.revoke_put, [one.key for one in shard.objects if one.opened and one.status is not Status.OK]
         )
-        ended = [one.status for one in group.objects if one.status]
+        ended = [one.status for one in shard.objects if one.status]
         if self._stored is not None:
             # Of a key that is there when a session begins another writer may be in the middle, and give it up.
-            stored = [one.key for one in group.objects if one.status is Status.OK]
+            stored = [one.key for one in shard.objects if one.status is Status.OK]
             self._stored.note(stored, [Status.OK] * len(stored))
         count_saved(ended, object_bytes, self._outage, self._counters)
-        for fault, count in Counter(one.fault for one in group.objects if one.fault and not one.status).items():
+        for fault, count in Counter(one.fault for one in shard.objects if one.fault and not one.status).items():
             self._counters.add(f"save_blocks_dropped_{fault}", count)

@@ -39,7 +39,7 @@ class LayerTransfer:
         self._staging = staging
         self._timeout_s = timeout_s
         self._copiers: dict[tuple[int, int], Copier] = {
-            (piece.group, piece.index): device.copier(piece.layout, kv_caches, staging.buffer)
+            (piece.shard, piece.index): device.copier(piece.layout, kv_caches, staging.buffer)
             for pieces in plan.ranges
             for piece in pieces
         }
@@ -68,7 +68,7 @@ class LayerTransfer:
             touched = [block_id for block_id, leave in zip(block_ids, granted, strict=True) if leave]
             try:
                 if touched:
-                    self._copiers[piece.group, piece.index].gather(touched, chunk)
+                    self._copiers[piece.shard, piece.index].gather(touched, chunk)
             finally:
                 hold.release(touched)
             if not may_write():
@@ -83,7 +83,7 @@ class LayerTransfer:
             if chunk is None:
                 return [Status.TIMEOUT] * len(keys)
             statuses = statuses_of(self.store.get_ranges, keys, *_rows(piece, chunk, len(keys)))
-            copier = self._copiers[piece.group, piece.index]
+            copier = self._copiers[piece.shard, piece.index]
             return scatter_runs(copier, piece.layout.object_bytes, chunk, block_ids, statuses, hold)
 
     @contextmanager

@@ -24,10 +24,11 @@ BATCH_BLOCKS = 64
 
 
 @dataclass(frozen=True)
-class GroupLoad:
-    """Blocks of one group with the keys they are filled from."""
+class ShardLoad:
+    """Blocks with the keys that one of this rank's shards is filled from."""
 
-    group: int
+    shard: int
+    """Index among the shards that this rank holds."""
     keys: Sequence[str]
     block_ids: Sequence[int]
 
@@ -100,7 +101,7 @@ class Loader:
 
     def __init__(
         self,
-        transfers: Sequence[Transfer | None],
+        transfers: Sequence[Transfer],
         outage: Outage,
         counters: Counters,
         clock: Clock,
@@ -113,13 +114,13 @@ class Loader:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(BATCHES_IN_FLIGHT, thread_name_prefix="kvpool-loader")
 
-    def start(self, request_id: str, loads: Sequence[GroupLoad], event: Event) -> Load:
+    def start(self, request_id: str, loads: Sequence[ShardLoad], event: Event) -> Load:
         """Begin to fill blocks; none is written before `event` has happened."""
         load = Load(request_id, self._clock.now() + self._timeout_s, self._clock, event)
-        for group in loads:
-            for part in parts(len(group.keys), BATCH_BLOCKS):
-                keys, block_ids = group.keys[part], group.block_ids[part]
-                load.batches.append((self._threads.submit(self._move, load, group.group, keys, block_ids), block_ids))
+        for shard in loads:
+            for part in parts(len(shard.keys), BATCH_BLOCKS):
+                keys, block_ids = shard.keys[part], shard.block_ids[part]
+                load.batches.append((self._threads.submit(self._move, load, shard.shard, keys, block_ids), block_ids))
         return load
 
     def finish(self, load: Load) -> list[int]:
@@ -164,9 +165,8 @@ class Loader:
         """Wait for batches under way (the transport bounds them) and end the threads."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _move(self, load: Load, group: int, keys: Sequence[str], block_ids: Sequence[int]) -> list[Status]:
-        transfer = self._transfers[group]
-        assert transfer is not None, f"group {group} has no layers on this rank"
+    def _move(self, load: Load, shard: int, keys: Sequence[str], block_ids: Sequence[int]) -> list[Status]:
+        transfer = self._transfers[shard]
         try:
             statuses = transfer.load(keys, block_ids, load)
         except Exception:

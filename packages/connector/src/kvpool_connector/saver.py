@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class GroupSave:
-    """Blocks of one group, or of a part of it, with the keys they are stored under."""
+class ShardSave:
+    """Blocks with the keys that one of this rank's shards is stored under."""
 
-    group: int
-    """Index of the shard on this rank: a group's place, or a part's (`RankShards.descriptors`)."""
+    shard: int
+    """Index among the shards that this rank holds."""
     keys: Sequence[str]
     block_ids: Sequence[int]
 
@@ -33,7 +33,9 @@ class GroupSave:
 @dataclass(frozen=True)
 class _Job:
     event: Event
-    saves: Sequence[tuple[GroupSave, Ticket]]
+    saves: Sequence[ShardSave]
+    tickets: Sequence[Ticket]
+    """One a save: several shards of a block are read one after the other."""
     num_blocks: int
 
 
@@ -46,7 +48,7 @@ class Saver:
 
     def __init__(
         self,
-        transfers: Sequence[Transfer | None],
+        transfers: Sequence[Transfer],
         fence: Fence,
         outage: Outage,
         counters: Counters,
@@ -54,7 +56,7 @@ class Saver:
         event_timeout_s: float,
         stored: StoredKeys | None = None,
     ) -> None:
-        """`stored` is told what is in the pool, where somebody wants to know."""
+        """`transfers`: by shard of this rank. `stored` is told what is in the pool, where somebody wants to know."""
         self._transfers = transfers
         self._fence = fence
         self._outage = outage
@@ -68,7 +70,7 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kvpool-saver", daemon=True)
         self._thread.start()
 
-    def submit(self, saves: Sequence[GroupSave], event: Event) -> None:
+    def submit(self, saves: Sequence[ShardSave], event: Event) -> None:
         """Queue blocks whose bytes are there once `event` has happened."""
         num_blocks = sum(len(save.block_ids) for save in saves)
         if not num_blocks:
@@ -81,10 +83,10 @@ class Saver:
             self._counters.add("save_blocks_dropped_queue_full", num_blocks)
             return
         self._counters.add("save_queue_entered", num_blocks)
-        # A ticket each: of a block that is in several objects (parts along the layers, or of two requests), what one
-        # need not read any more the others still do.
-        held = [(save, self._fence.ticket(save.block_ids)) for save in saves]
-        self._jobs.put(_Job(event, held, num_blocks))
+        # One each: of a block that is in several objects (shards, or of two requests), what one need not read any more
+        # the others still do.
+        tickets = [self._fence.ticket(save.block_ids) for save in saves]
+        self._jobs.put(_Job(event, saves, tickets, num_blocks))
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call something of the store's in the thread, behind the jobs that are queued."""
@@ -116,7 +118,7 @@ class Saver:
                 logger.exception("event=save_failed blocks=%d", job.num_blocks)
                 self._counters.add("save_blocks_failed", job.num_blocks)
             finally:
-                for _, ticket in job.saves:
+                for ticket in job.tickets:
                     ticket.close()
                 with self._lock:
                     self._num_queued -= job.num_blocks
@@ -130,9 +132,8 @@ class Saver:
             logger.error("event=device_late limit_s=%g blocks=%d: not stored", self._event_timeout_s, job.num_blocks)
             self._counters.add("save_blocks_dropped_device_late", job.num_blocks)
             return
-        for save, ticket in job.saves:
-            transfer = self._transfers[save.group]
-            assert transfer is not None, f"nothing of place {save.group} is on this rank"
+        for save, ticket in zip(job.saves, job.tickets, strict=True):
+            transfer = self._transfers[save.shard]
             statuses = transfer.save(save.keys, save.block_ids, ticket)
             if self._stored is not None:
                 self._stored.note(save.keys, statuses)

@@ -25,24 +25,25 @@ from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.shards import RankShards, Shard
 from kvpool_connector.contract.store import SessionStore, Store
-from kvpool_connector.contract.topology import Rank, Topology
+from kvpool_connector.contract.topology import HeadRange, Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import newest_epoch
 from kvpool_connector.events import StoredKeys
 from kvpool_connector.fence import Fence
 from kvpool_connector.hashing import Hashing, check_hashing
+from kvpool_connector.head_split import split_heads
 from kvpool_connector.integrity import SAMPLE_EVERY, Integrity
 from kvpool_connector.layer_cost import Work, pays
 from kvpool_connector.layer_loader import LayerLoad, LayerLoader
 from kvpool_connector.layer_plan import LayerPlan
 from kvpool_connector.layer_saver import LayerSave, LayerSaver
 from kvpool_connector.layer_transfer import LayerTransfer
-from kvpool_connector.loader import GroupLoad, Load, Loader
+from kvpool_connector.loader import Load, Loader, ShardLoad
 from kvpool_connector.lookup_socket import LookupServer
 from kvpool_connector.metadata import LoadJob, LoadReport, SaveJob, StepMetadata
 from kvpool_connector.outage import Outage
 from kvpool_connector.registration import GroupSpec, merged, read_layouts
-from kvpool_connector.saver import GroupSave, Saver
+from kvpool_connector.saver import Saver, ShardSave
 from kvpool_connector.staging import Staging
 from kvpool_connector.tracing import Timer, Trace
 from kvpool_connector.transfer import DirectTransfer, PackedTransfer, Transfer
@@ -88,8 +89,10 @@ class PoolWorker:
         self._writer = topology.writer(rank)
         self._fence = Fence(settings.fence_timeout_s)
         self._outage = Outage(self._clock, settings.outage_pause_s)
-        self._shards: tuple[Shard | None, ...] = ()
-        self._descriptors: tuple[Descriptor | None, ...] = ()
+        self._shards: list[Shard] = []
+        self._shards_of: list[list[int]] = []
+        """By group, which of `_shards` hold it."""
+        self._descriptors: list[Descriptor] = []
         self._epoch = 0
         self._step_number = 0
         self._saver: Saver | None = None
@@ -121,25 +124,25 @@ class PoolWorker:
         """
         cuts = self._topology.cuts
         held = [index for index, group in enumerate(groups) if group.layer_names]
-        layouts: list[ShardLayout | None] = [None] * (len(groups) * cuts.num_parts)
-        for layout, index in zip(read_layouts(kv_caches, [groups[i] for i in held]), held, strict=True):
-            for part in range(cuts.num_parts):
-                if layers := tuple(layer for layer in layout.layers if cuts.part(layer.label) == part):
-                    place = index * cuts.num_parts + part
-                    layouts[place] = replace(layout, group=place, layers=layers)
-        heads, context = self._topology.heads(self._rank), self._topology.context(self._rank)
+        whole = [
+            replace(layout, group=index, layers=layers)
+            for layout, index in zip(read_layouts(kv_caches, [groups[i] for i in held]), held, strict=True)
+            for part in range(cuts.num_parts)
+            if (layers := tuple(layer for layer in layout.layers if cuts.part(layer.label) == part))
+        ]
+        layouts, heads = self._split(whole, groups)
+        self._shards_of = [[i for i, one in enumerate(layouts) if one.group == index] for index in range(len(groups))]
+        context = self._topology.context(self._rank)
         transfers, checksum = self._transfers(layouts, kv_caches)
-        descriptors = tuple(
-            replace(Descriptor.of(layout, self._model, heads, context, checksum), group=place // cuts.num_parts)
-            if layout
-            else None
-            for place, layout in enumerate(layouts)
-        )
+        self._descriptors = [
+            Descriptor.of(layout, self._model, some, context, checksum)
+            for layout, some in zip(layouts, heads, strict=True)
+        ]
         namespace = self._settings.namespace
         self._epoch = newest_epoch(lambda keys: statuses_of(self._store.exist, keys), namespace)
+        descriptors = tuple(tuple(self._descriptors[i] for i in shards) for shards in self._shards_of)
         announced = RankShards(self._rank, namespace, self._epoch, self._writer, descriptors)
-        self._shards = tuple(announced.shard(place) for place in range(len(layouts)))
-        self._descriptors = descriptors
+        self._shards = [shard for index in range(len(groups)) for shard in announced.shards(index)]
         self._describe(self._epoch)
         settings = self._settings
         self._saver = Saver(
@@ -160,16 +163,28 @@ class PoolWorker:
         """Say in the pool what it holds, for people, tools and other engines; one that is full or down does without."""
         if self._hashing is not None and self._rank == Rank():
             check_hashing(self._hashing, self._store, self._settings.namespace, epoch)
-        for index, (shard, descriptor) in enumerate(zip(self._shards, self._descriptors, strict=True)):
-            if shard and descriptor and self._writer.index == 0:
-                self._store.write(self._shard(index, epoch).descriptor_key(), descriptor.to_json().encode())
+        if self._writer.index == 0:
+            for shard, descriptor in zip(self._shards, self._descriptors, strict=True):
+                self._store.write(replace(shard, epoch=epoch).descriptor_key(), descriptor.to_json().encode())
 
-    def _shard(self, place: int, epoch: int) -> Shard:
-        shard = self._shards[place]
-        assert shard is not None, f"nothing of place {place} is on this rank"
-        return replace(shard, epoch=epoch)
+    def _split(
+        self, layouts: Sequence[ShardLayout], groups: Sequence[GroupSpec]
+    ) -> tuple[list[ShardLayout], list[HeadRange]]:
+        """The layouts of this rank's shards and the heads of each: as given, or split as `kv_head_split` says."""
+        split, topology = self._settings.kv_head_split, self._topology
+        if split == "rank":
+            return list(layouts), [topology.heads(self._rank)] * len(layouts)
+        if topology.num_kv_heads > 1 and (states := [i for i, group in enumerate(groups) if group.kind == "state"]):
+            raise ConfigError(
+                f"kv_head_split = {json.dumps(split)}, but KV cache group {states[0]} holds states, which have no KV "
+                'heads and are stored a rank: no other tensor parallel size could use them. Set kv_head_split to "rank"'
+            )
+        per_shard = topology.heads_per_shard(split)
+        heads = topology.shard_heads(self._rank, per_shard)
+        parts = [split_heads(layout, topology.heads(self._rank).count, per_shard) for layout in layouts]
+        return [part for of_group in parts for part in of_group], heads * len(layouts)
 
-    def _go_by_layers(self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]) -> None:
+    def _go_by_layers(self, layouts: Sequence[ShardLayout], kv_caches: Mapping[str, Any]) -> None:
         settings, store = self._settings, self._store
         if not isinstance(store, SessionStore):
             raise ConfigError(
@@ -180,7 +195,7 @@ class PoolWorker:
         self._layer_plan = plan = LayerPlan(layouts, settings.layerwise_layers_per_transfer)
         limit = settings.load_timeout_s
         transfer = LayerTransfer(store, self._device, plan, kv_caches, self._staging, limit)
-        object_bytes = [layout.object_bytes if layout else 0 for layout in layouts]
+        object_bytes = [layout.object_bytes for layout in layouts]
         self._layer_saver = LayerSaver(
             transfer,
             plan,
@@ -206,39 +221,33 @@ class PoolWorker:
             settings.layerwise_prefetch_layers,
         )
 
-    def _transfers(
-        self, layouts: Sequence[ShardLayout | None], kv_caches: Mapping[str, Any]
-    ) -> tuple[list[Transfer | None], str]:
-        """A way of moving each group's blocks, and the algorithm of the objects' checksums."""
-        held = [layout for layout in layouts if layout]
+    def _transfers(self, layouts: Sequence[ShardLayout], kv_caches: Mapping[str, Any]) -> tuple[list[Transfer], str]:
+        """A way of moving each shard's blocks, and the algorithm of the objects' checksums."""
         direct = self._settings.transfer == "direct"
         sample_every = SAMPLE_EVERY.get(self._settings.integrity)
         if not direct or self._settings.use_layerwise:
             sums = CHECKSUM_BYTES * (bool(sample_every) + bool(self._settings.audit_every))
-            largest = max((layout.object_bytes + sums * len(layout.components) for layout in held), default=1)
+            largest = max((layout.object_bytes + sums * len(layout.components) for layout in layouts), default=1)
             self._staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
         if direct:
-            for layout in held:
+            for layout in layouts:
                 if layout.num_pieces > self._settings.max_buffers_per_call:
                     raise ConfigError(
                         f"{layout.num_pieces} pieces of a block are moved at once, more than "
                         f'max_buffers_per_call = {self._settings.max_buffers_per_call}; set transfer to "packed"'
                     )
-            for region in merged(region for layout in held for region in layout.regions):
+            for region in merged(region for layout in layouts for region in layout.regions):
                 if not (status := self._store.register(region.address, region.num_bytes)).ok:
                     raise StoreSetupError(
                         f"the store did not register the KV cache at {region.address:#x} ({region.num_bytes} bytes): "
                         f"{status}; check the device's limits for registered memory"
                     )
-            return [DirectTransfer(self._store, layout) if layout else None for layout in layouts], ""
+            return [DirectTransfer(self._store, layout) for layout in layouts], ""
         staging = self._staging
         assert staging is not None
-        packed: list[Transfer | None] = []
+        packed: list[Transfer] = []
         algorithm = ""
         for shard_layout in layouts:
-            if shard_layout is None:
-                packed.append(None)
-                continue
             copier = self._device.copier(shard_layout, kv_caches, staging.buffer)
             integrity, audit, every = None, None, self._settings.audit_every
             if sample_every or every:
@@ -276,7 +285,7 @@ class PoolWorker:
             # A step in flight may still write blocks whose request has ended; a load must come behind it.
             self._before_step = self._device.record_event()
         if self._layer_saver is not None:
-            saves = [save for job in step.saves if not job.final for save in self._group_saves(job)]
+            saves = [save for job in step.saves if not job.final for save in self._shard_saves(job)]
             self._saves_by_layers = self._by_layers(saves)
             self._layer_save = self._layer_saver.open(saves) if self._saves_by_layers else None
 
@@ -285,11 +294,11 @@ class PoolWorker:
 
         Layer by layer it returns at once, and `wait_layer` waits for a layer's part of them.
         """
-        by_layers: dict[str, list[GroupLoad]] = {}
+        by_layers: dict[str, list[ShardLoad]] = {}
         if self._layer_loader is not None:
             for job in step.loads:
                 if not job.between_steps:
-                    by_layers.setdefault(job.request_id, []).extend(self._group_loads(job))
+                    by_layers.setdefault(job.request_id, []).extend(self._shard_loads(job))
             if not self._by_layers([load for loads in by_layers.values() for load in loads]):
                 by_layers.clear()
         for job in step.loads:
@@ -299,7 +308,7 @@ class PoolWorker:
                 self._timers[job.request_id] = timer, sum(len(group.block_ids) for group in job.blocks)
             if job.request_id in by_layers and not job.between_steps:
                 continue
-            load = self._loads().start(job.request_id, self._group_loads(job), self._before_step)
+            load = self._loads().start(job.request_id, self._shard_loads(job), self._before_step)
             (self._open_loads if job.between_steps else self._step_loads).append(load)
         for load in self._step_loads:
             failed = self._loads().finish(load)
@@ -318,19 +327,19 @@ class PoolWorker:
         if self._layer_save is not None and self._layer_saver is not None:
             self._layer_saver.computed(self._layer_save, layer_name, self._device.record_event())
 
-    def _by_layers(self, moves: Sequence[GroupLoad | GroupSave]) -> bool:
+    def _by_layers(self, moves: Sequence[ShardLoad | ShardSave]) -> bool:
         """Whether a step moves these blocks layer by layer: always, or when it pays."""
         assert self._layer_plan is not None, "register() comes first"
         if self._settings.use_layerwise != "auto" or not moves:
             return bool(moves)
         num_blocks = Counter[int]()
         for move in moves:
-            num_blocks[move.group] += len(move.keys)
+            num_blocks[move.shard] += len(move.keys)
         ranges = self._layer_plan.ranges
         return pays(
             [
-                Work(count, sum(piece.layout.object_bytes for piece in ranges[group]), len(ranges[group]))
-                for group, count in num_blocks.items()
+                Work(count, sum(piece.layout.object_bytes for piece in ranges[shard]), len(ranges[shard]))
+                for shard, count in num_blocks.items()
             ]
         )
 
@@ -345,7 +354,7 @@ class PoolWorker:
         self._failed_blocks.update(failed)
         if timed := self._timers.pop(request_id, None):
             timer, num_blocks = timed
-            timer.end(blocks=num_blocks, failed_blocks=len(failed), rank=str(self._rank))
+            timer.end(blocks=num_blocks, failed_blocks=len(set(failed)), rank=str(self._rank))
         outcome = frozenset((request_id,))
         measured = {} if seconds is None or failed else {request_id: seconds}
         self._report = self._report.merge(
@@ -366,7 +375,7 @@ class PoolWorker:
             assert self._saver is not None, "register() comes first"
             event = self._device.record_event()
             for job in jobs:
-                self._saver.submit(self._group_saves(job), event)
+                self._saver.submit(self._shard_saves(job), event)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose load between steps has ended, and those of them that failed somewhere; each once."""
@@ -427,25 +436,21 @@ class PoolWorker:
         assert self._loader is not None, "register() comes first"
         return self._loader
 
-    def _group_loads(self, job: LoadJob) -> list[GroupLoad]:
+    def _shard_loads(self, job: LoadJob) -> list[ShardLoad]:
         loads = []
         for group in job.blocks:
-            for place in self._places(group.group):
-                keys = self._shard(place, job.epoch).keys(group.block_hashes, job.tag)
-                loads.append(GroupLoad(place, keys, group.block_ids))
+            for index in self._shards_of[group.group]:
+                keys = replace(self._shards[index], epoch=job.epoch).keys(group.block_hashes, job.tag)
+                loads.append(ShardLoad(index, keys, group.block_ids))
         return loads
 
-    def _places(self, group: int) -> list[int]:
-        """Indices of this rank's shards of a group."""
-        num_parts = self._topology.cuts.num_parts
-        return [place for place in range(group * num_parts, (group + 1) * num_parts) if self._shards[place]]
-
-    def _group_saves(self, job: SaveJob) -> list[GroupSave]:
+    def _shard_saves(self, job: SaveJob) -> list[ShardSave]:
         """This rank's part of a job: of content that several ranks hold, each writes its share."""
         saves = []
         for group in job.blocks:
             mine = [i for i, block_hash in enumerate(group.block_hashes) if self._writer.writes(block_hash)]
-            for place in self._places(group.group) if mine else ():
-                keys = self._shard(place, job.epoch).keys([group.block_hashes[i] for i in mine], job.tag)
-                saves.append(GroupSave(place, keys, [group.block_ids[i] for i in mine]))
+            for index in self._shards_of[group.group] if mine else ():
+                shard = replace(self._shards[index], epoch=job.epoch)
+                keys = shard.keys([group.block_hashes[i] for i in mine], job.tag)
+                saves.append(ShardSave(index, keys, [group.block_ids[i] for i in mine]))
         return saves

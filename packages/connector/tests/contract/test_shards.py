@@ -23,12 +23,12 @@ def descriptor(group: int, context: ContextRange = WHOLE) -> Descriptor:
 
 
 def announced(*groups: int | None, rank: Rank = FIRST, epoch: int = 4, writer: Writer = ALONE) -> RankShards:
-    descriptors = tuple(None if group is None else descriptor(group) for group in groups)
+    descriptors = tuple(() if group is None else (descriptor(group),) for group in groups)
     return RankShards(rank, "ns", epoch, writer, descriptors)
 
 
 def test_a_key_names_namespace_epoch_fingerprint_block_and_tag() -> None:
-    shard = announced(0).shard(0)
+    (shard,) = announced(0).shards(0)
     assert shard == Shard("ns", 4, descriptor(0).fingerprint)
     assert parse_key(shard.key(b"\x01\x02", "0" * 16)) == Key("ns", 4, shard.fingerprint, b"\x01\x02", "0" * 16)
     assert parse_key(shard.key(b"\x01\x02")) == Key("ns", 4, shard.fingerprint, b"\x01\x02")
@@ -36,7 +36,7 @@ def test_a_key_names_namespace_epoch_fingerprint_block_and_tag() -> None:
 
 
 def test_a_rank_without_layers_of_a_group_has_no_shard_of_it() -> None:
-    assert announced(None, 1).shard(0) is None
+    assert announced(None, 1).shards(0) == []
 
 
 def test_tags_are_part_of_the_format() -> None:
@@ -50,9 +50,7 @@ def test_tags_are_part_of_the_format() -> None:
 def test_keys_without_a_tag_are_those_of_the_holders() -> None:
     shards = ShardMap(Topology(1), [announced(0, 1)])
     assert shards.num_groups == 2
-    held = announced(0, 1).shard(1)
-    assert held is not None
-    assert shards.keys(1, [b"h"]) == [held.key(b"h")]
+    assert shards.keys(1, [b"h"]) == [announced(0, 1).shards(1)[0].key(b"h")]
 
 
 def test_the_place_of_a_block_among_writers_is_in_its_last_eight_bytes() -> None:
@@ -116,13 +114,17 @@ def test_writers_that_leave_a_gap_are_named_with_group_and_shard() -> None:
     assert said.endswith("disagree about the parallel shape (or hold different content where they should not)")
 
 
-@pytest.mark.parametrize(("sizes", "part", "layers"), [((1, 2), 1, "1 to the last"), ((1, 2, 3), 1, "1 to 2")])
-def test_c3_no_stage_ends_inside_a_part(sizes: tuple[int, ...], part: int, layers: str) -> None:
+def stage(pp: int, *layers_by_group: int) -> RankShards:
+    """A pipeline stage with one layer of each group."""
+    held = ((replace(descriptor(layer), group=group),) for group, layer in enumerate(layers_by_group))
+    return RankShards(Rank(pp=pp), "ns", 4, ALONE, tuple(held))
+
+
+@pytest.mark.parametrize(("sizes", "layers"), [((1, 2), "1 to the last"), ((1, 2, 3), "1 to 2")])
+def test_c3_no_stage_ends_inside_a_part(sizes: tuple[int, ...], layers: str) -> None:
     topology = Topology(1, pp_size=2, cuts=LayerCuts.of(sizes))
-    places: list[int | None] = [None] * len(sizes)
-    both = [announced(*places[:part], pp, *places[part + 1 :], rank=Rank(pp=pp)) for pp in (0, 1)]
     with pytest.raises(TopologyError) as refusal:
-        ShardMap(topology, both)
+        ShardMap(topology, [stage(0, 1), stage(1, 2)])
     assert str(refusal.value) == (
         f"pipeline stages [0, 1] hold parts of one object: layers {layers}. Set prefill_pp_layer_partition, on all "
         "engines that share, to sizes that end wherever a stage of one of them ends"
@@ -130,11 +132,11 @@ def test_c3_no_stage_ends_inside_a_part(sizes: tuple[int, ...], part: int, layer
 
 
 def test_c3_every_part_of_a_group_is_asked_for_and_no_other_groups() -> None:
-    topology = Topology(1, pp_size=2, cuts=LayerCuts.of((1, 2)))
-    ranks = [announced(0, None, 1, None), announced(None, 2, None, 3, rank=Rank(pp=1))]
-    shards = ShardMap(topology, ranks)
-    fingerprints = [[parse_key(key).fingerprint for key in shards.keys(group, [b"h"])] for group in (0, 1)]
-    assert fingerprints == [[descriptor(i).fingerprint for i in held] for held in ((0, 2), (1, 3))]
+    topology = Topology(1, pp_size=2, cuts=LayerCuts.of((2, 2)))
+    stages = [stage(0, 0, 1), stage(1, 2, 3)]
+    shards = ShardMap(topology, stages)
+    for group in (0, 1):
+        assert shards.keys(group, [b"h"]) == [held.shards(group)[0].key(b"h") for held in stages]
 
 
 def test_derived_prefill_ranks_hold_other_tokens_of_the_same_groups() -> None:
@@ -144,7 +146,7 @@ def test_derived_prefill_ranks_hold_other_tokens_of_the_same_groups() -> None:
     assert sorted(ranks) == [0, 1, 2]
     assert [ranks[1], ranks[2]] == heard
     assert ranks[0].epoch == 1
-    assert ranks[0].descriptors == (None, descriptor(1, ContextRange(0, 3, 8)))
+    assert ranks[0].descriptors == ((), (descriptor(1, ContextRange(0, 3, 8)),))
 
 
 def test_context_ranges_of_ranks() -> None:

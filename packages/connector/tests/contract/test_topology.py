@@ -10,7 +10,7 @@ import pytest
 from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, LayerContent, ModelIdentity
 from kvpool_connector.contract.errors import TopologyError
 from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
-from kvpool_connector.contract.topology import LayerCuts, Rank, Topology, even_sizes
+from kvpool_connector.contract.topology import HeadSplit, LayerCuts, Rank, Topology, even_sizes
 
 MODEL = ModelIdentity("m")
 HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(64)]
@@ -37,7 +37,7 @@ def announce(topology: Topology, rank: Rank, namespace: str = "n") -> RankShards
     content = ComponentContent("kv", "bfloat16", (16, heads.count, 8), "NHD")
     layers = tuple(LayerContent(str(2 * rank.pp + i), (content,)) for i in range(2))
     descriptor = Descriptor(MODEL, 0, 16, heads, topology.context(rank), layers)
-    return RankShards(rank, namespace, 0, topology.writer(rank), (descriptor,))
+    return RankShards(rank, namespace, 0, topology.writer(rank), ((descriptor,),))
 
 
 @pytest.mark.parametrize("topology", topologies(), ids=str)
@@ -64,7 +64,7 @@ def test_b1_b12_keys_looked_up_are_the_keys_of_all_ranks(topology: Topology) -> 
     announced = [announce(topology, rank) for rank in topology.ranks()]
     shards = ShardMap(topology, announced)
     asked = shards.keys(0, [b"hash"], "0123456789abcdef")
-    used = {shard.key(b"hash", "0123456789abcdef") for rank in announced if (shard := rank.shard(0))}
+    used = {shard.key(b"hash", "0123456789abcdef") for rank in announced for shard in rank.shards(0)}
     assert set(asked) == used
     assert len(asked) == len(used)
     heads = min(topology.num_kv_heads, topology.tp_size)
@@ -99,6 +99,43 @@ def test_writing_is_shared_evenly() -> None:
 def test_what_cannot_be_split_is_refused_in_words(arguments: dict[str, int], words: str) -> None:
     with pytest.raises(TopologyError, match=words):
         Topology(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "tp_size", "split", "expected"),
+    [
+        (8, 2, "rank", 4),
+        (8, 16, "rank", 1),
+        (8, 2, "head", 1),
+        (8, 4, (4, 8), 1),
+        (8, 2, (2, 4), 2),
+        (8, 2, (2,), 4),
+        (12, 4, (2, 3, 4), 1),
+        (12, 2, (2, 6), 2),
+        (4, 2, (2, 8), 1),
+        (1, 8, (2, 8), 1),
+    ],
+)
+def test_heads_of_a_shard(num_kv_heads: int, tp_size: int, split: HeadSplit, expected: int) -> None:
+    topology = Topology(num_kv_heads, tp_size)
+    assert topology.heads_per_shard(split) == expected
+    for rank in topology.ranks():
+        held = topology.heads(rank)
+        parts = topology.shard_heads(rank, expected)
+        assert [part.first for part in parts] == list(range(held.first, held.first + held.count, expected))
+        assert {(part.count, part.total) for part in parts} == {(expected, num_kv_heads)}
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ((4, 8), r"kv_head_split = \[4, 8\] does not name this engine's tensor parallel size 2; give every engine"),
+        ((2, 3), r"tensor parallel size 3 and 8 KV heads do not divide one another; name divisors or multiples of 8"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_in_words(split: HeadSplit, words: str) -> None:
+    with pytest.raises(TopologyError, match=words):
+        Topology(8, 2).heads_per_shard(split)
 
 
 def test_b13_ranks_of_two_namespaces_are_refused() -> None:
@@ -145,8 +182,7 @@ def test_prefill_ranks_that_the_handshake_cannot_name_are_derived() -> None:
 def test_b6_whatever_decides_the_bytes_decides_the_fingerprint() -> None:
     topology = Topology(1)
     rank = Rank()
-    base = announce(topology, rank).descriptors[0]
-    assert base is not None
+    base = announce(topology, rank).descriptors[0][0]
     content = base.layers[0].components[0]
     from dataclasses import replace
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from kvpool_conformance.asking import ask, node_of
 from kvpool_conformance.backend import CacheBackend
-from kvpool_conformance.cases import NAMED_CASES, Deployment
+from kvpool_conformance.cases import NAMED_CASES, CacheCase, Deployment
 from kvpool_conformance.suites.round_trip import fresh, load_all, moved, offered, save_all
 
 GQA = Deployment(NAMED_CASES["mha"])
@@ -21,6 +24,10 @@ OTHERS: dict[str, Deployment] = {
     "namespace": Deployment(NAMED_CASES["mha"], namespace="another"),
 }
 """Deployments that differ from `GQA` in one thing that decides the bytes, or in the namespace."""
+SPLIT_LAYOUTS: dict[str, CacheCase] = {
+    name: NAMED_CASES[name] for name in ("gqa-other-v-head-size", "kernel-blocks", "gqa-310p-nz", "shared-layer")
+} | {"padded-blocks": CacheCase("gqa", padding=96)}
+"""Layouts with KV heads, one for each way in which they can lie."""
 
 
 def assert_strangers(backend: CacheBackend, first: Deployment, second: Deployment) -> None:
@@ -104,3 +111,80 @@ class Isolation:
         for rank in (0, 1, tp_size - 1):
             with node_of(backend, deployment, rank) as node:
                 load_all(node, moved(contents, (2, 3, 9)))
+
+    @pytest.mark.parametrize("num_heads", [4, 8])
+    @pytest.mark.parametrize(("saved_at", "loaded_at"), list(itertools.product((1, 2, 4, 8), repeat=2)))
+    @pytest.mark.kvpool_capability("sharing over ranks")
+    def test_heads_are_shared_between_tensor_parallel_sizes(
+        self, backend: CacheBackend, num_heads: int, saved_at: int, loaded_at: int
+    ) -> None:
+        """Each KV head an object: what one size stores every other finds whole and loads byte for byte."""
+        heads = split(num_heads=num_heads)
+        assert_shared(backend, replace(heads, tp_size=saved_at), replace(heads, tp_size=loaded_at))
+
+    @pytest.mark.parametrize("layout", SPLIT_LAYOUTS)
+    @pytest.mark.parametrize("transfer", ["packed", "direct", "layerwise"])
+    @pytest.mark.parametrize(("saved_at", "loaded_at"), [(4, 2), (2, 4)])
+    @pytest.mark.kvpool_capability("sharing over ranks")
+    def test_layouts_whose_heads_are_shared(
+        self, backend: CacheBackend, layout: str, transfer: str, saved_at: int, loaded_at: int
+    ) -> None:
+        """However the pages lie and are moved; two heads an object, which is what sizes 2 and 4 have in common."""
+        heads = replace(split(SPLIT_LAYOUTS[layout], num_heads=8), kv_head_split=(2, 4), transfer=transfer)
+        assert_shared(backend, replace(heads, tp_size=saved_at), replace(heads, tp_size=loaded_at))
+
+    @pytest.mark.parametrize("part", [0, 3])
+    @pytest.mark.kvpool_capability("sharing over ranks")
+    def test_a_hit_needs_every_head(self, backend: CacheBackend, part: int) -> None:
+        """Four heads a rank, each an object: one lost object ends the hit there, and its block is not loaded."""
+        deployment = offered(backend, replace(split(num_heads=8), tp_size=2))
+        contents = {block_id: fresh() for block_id in range(4)}
+        names = list(contents.values())
+        for rank in range(2):
+            with node_of(backend, deployment, rank) as node:
+                save_all(node, contents)
+        with node_of(backend, deployment, 1) as node:
+            assert node.hits(names) == 4
+            ask(backend, "lose", deployment, 1, names[2], part)
+            assert node.hits(names) == 2
+            node.poison()
+            assert node.load(contents) == {2}
+            assert not node.mismatches({block_id: contents[block_id] for block_id in (0, 1, 3)})
+
+    @pytest.mark.parametrize("transfer", ["packed", "direct", "layerwise"])
+    @pytest.mark.kvpool_capability("sharing over ranks")
+    def test_a_block_of_which_some_heads_are_there_is_completed(self, backend: CacheBackend, transfer: str) -> None:
+        """Three of eight ranks stored their heads; an engine of one rank stores the others."""
+        heads = replace(split(num_heads=8), transfer=transfer)
+        contents = {block_id: fresh() for block_id in range(4)}
+        source, target = (offered(backend, replace(heads, tp_size=tp_size)) for tp_size in (8, 1))
+        for rank in (0, 3, 7):
+            with node_of(backend, source, rank) as node:
+                save_all(node, contents)
+        with node_of(backend, target) as node:
+            assert node.hits(list(contents.values())) == 0
+            save_all(node, contents)
+            assert node.hits(list(contents.values())) == len(contents)
+        with node_of(backend, source, 5) as node:
+            load_all(node, moved(contents, (4, 5, 6, 7)))
+
+
+def split(case: CacheCase = NAMED_CASES["mha"], **changes: object) -> Deployment:
+    """A deployment whose heads are stored each by itself."""
+    return Deployment(case, kv_head_split="head").with_case(**changes)
+
+
+def assert_shared(backend: CacheBackend, source: Deployment, target: Deployment) -> None:
+    """What all ranks of one store, ranks with the same heads in shares, all ranks of the other find and load."""
+    source, target = offered(backend, source), offered(backend, target)
+    contents = {block_id: fresh() for block_id in (0, 3, 4, 5)}
+    stored = 0
+    for rank in range(source.tp_size):
+        with node_of(backend, source, rank) as node:
+            node.fill(contents)
+            stored += node.save(contents)
+    assert stored == len(contents) * min(source.tp_size, source.case.num_heads), "every head of every block once"
+    for rank in range(target.tp_size):
+        with node_of(backend, target, rank) as node:
+            assert node.hits(list(contents.values())) == len(contents)
+            load_all(node, moved(contents, (5, 1, 8, 9)))

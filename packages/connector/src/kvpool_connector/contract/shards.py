@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -41,20 +41,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class RankShards:
-    """What one worker announces at start: its shards of each group (None where it holds no layer)."""
+    """What one worker announces at start: its shards of each group, none where it holds no layer of the group."""
 
     rank: Rank
     namespace: str
     epoch: int
     """The newest that this worker found at start; a reset may come between one worker's start and another's."""
     writer: Writer
-    descriptors: tuple[Descriptor | None, ...]
-    """By place: group times the topology's number of parts, plus part."""
+    descriptors: tuple[tuple[Descriptor, ...], ...]
+    """By group; several of a group where objects are cut along the layers, or heads split, finer than ranks."""
 
-    def shard(self, place: int) -> Shard | None:
-        """This rank's shard of a part of a group."""
-        descriptor = self.descriptors[place]
-        return None if descriptor is None else Shard(self.namespace, self.epoch, descriptor.fingerprint)
+    def shards(self, group: int) -> list[Shard]:
+        """This rank's shards of `group`, in the order of `descriptors`."""
+        return [Shard(self.namespace, self.epoch, one.fingerprint) for one in self.descriptors[group]]
 
 
 def with_prefill_ranks(topology: Topology, announced: Iterable[RankShards]) -> list[RankShards]:
@@ -71,7 +70,9 @@ def with_prefill_ranks(topology: Topology, announced: Iterable[RankShards]) -> l
             rank = replace(shards.rank, pcp=pcp)
             if rank not in known and rank not in derived:
                 context = topology.context(rank)
-                descriptors = tuple(d and replace(d, context=context) for d in shards.descriptors)
+                descriptors = tuple(
+                    tuple(replace(one, context=context) for one in group) for group in shards.descriptors
+                )
                 derived[rank] = replace(shards, rank=rank, descriptors=descriptors)
     return [*ranks, *derived.values()]
 
@@ -95,22 +96,17 @@ class ShardMap:
         self.namespace = next(iter(by_rank.values())).namespace
         self.epoch = max(shards.epoch for shards in by_rank.values())
         self._shards: list[list[Shard]] = []
-        num_parts = topology.cuts.num_parts
-        num_places = len(next(iter(by_rank.values())).descriptors)
-        for group in range(num_places // num_parts):
-            held: list[Shard] = []
-            for part in range(num_parts):
-                holders: dict[Shard, list[RankShards]] = defaultdict(list)
-                for shards in by_rank.values():
-                    shard = shards.shard(group * num_parts + part)
-                    if shard is not None:
-                        holders[replace(shard, epoch=self.epoch)].append(shards)
-                self._check_stages(topology.cuts, part, holders)
-                self._check_writers(group, holders)
-                held += holders
-            if not held:
-                raise TopologyError(f"no worker holds a layer of KV cache group {group}")
-            self._shards.append(held)
+        num_groups = len(next(iter(by_rank.values())).descriptors)
+        for group in range(num_groups):
+            holders: dict[Shard, list[RankShards]] = defaultdict(list)
+            stages: dict[int, set[int]] = defaultdict(set)
+            for shards in by_rank.values():
+                for shard, descriptor in zip(shards.shards(group), shards.descriptors[group], strict=True):
+                    holders[replace(shard, epoch=self.epoch)].append(shards)
+                    stages[topology.cuts.part(descriptor.layers[0].label)].add(shards.rank.pp)
+            self._check_stages(topology.cuts, stages)
+            self._check_writers(group, holders)
+            self._shards.append(list(holders))
 
     def move(self, epoch: int) -> None:
         """From now on the shards of another epoch."""
@@ -147,19 +143,21 @@ class ShardMap:
                 )
 
     @staticmethod
-    def _check_stages(cuts: LayerCuts, part: int, holders: dict[Shard, list[RankShards]]) -> None:
-        """An object is written whole, so no stage may end inside one."""
-        stages = {shards.rank.pp for ranks in holders.values() for shards in ranks}
-        if cuts.starts and len(stages) > 1:
-            end = cuts.starts[part + 1] - 1 if part + 1 < len(cuts.starts) else "the last"
-            raise TopologyError(
-                f"pipeline stages {sorted(stages)} hold parts of one object: layers {cuts.starts[part]} to {end}. Set "
-                "prefill_pp_layer_partition, on all engines that share, to sizes that end wherever a stage of one of "
-                "them ends"
-            )
+    def _check_stages(cuts: LayerCuts, stages: Mapping[int, set[int]]) -> None:
+        """`stages`: by part, those that hold any of it. An object is written whole, so no stage may end inside one."""
+        for part, holders in sorted(stages.items()):
+            if cuts.starts and len(holders) > 1:
+                end = cuts.starts[part + 1] - 1 if part + 1 < len(cuts.starts) else "the last"
+                raise TopologyError(
+                    f"pipeline stages {sorted(holders)} hold parts of one object: layers {cuts.starts[part]} to {end}. "
+                    "Set prefill_pp_layer_partition, on all engines that share, to sizes that end wherever a stage of "
+                    "one of them ends"
+                )
 
     @staticmethod
     def _check_writers(group: int, holders: dict[Shard, list[RankShards]]) -> None:
+        if not holders:
+            raise TopologyError(f"no worker holds a layer of KV cache group {group}")
         for shard, ranks in holders.items():
             indices = sorted(shards.writer.index for shards in ranks)
             if indices != list(range(ranks[0].writer.count)):

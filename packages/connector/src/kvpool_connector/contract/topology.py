@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kvpool_connector.contract.errors import TopologyError
 
@@ -25,6 +27,11 @@ class HeadRange:
     first: int
     count: int
     total: int
+
+
+HeadSplit = Literal["rank", "head"] | tuple[int, ...]
+"""Which KV heads share an object: all of a rank, each its own, or as many as a rank of every tensor parallel size named
+holds whole."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,33 @@ class Topology:
         """The KV heads that `rank` holds."""
         count = max(1, self.num_kv_heads // self.tp_size)
         return HeadRange(first=rank.tp // self.num_replicas * count, count=count, total=self.num_kv_heads)
+
+    def heads_per_shard(self, split: HeadSplit) -> int:
+        """KV heads of one shard. Raises `TopologyError` when tensor parallel sizes are named that do not fit."""
+        if split == "rank":
+            return self.heads(Rank()).count
+        if split == "head":
+            return 1
+        if self.tp_size not in split:
+            raise TopologyError(
+                f"kv_head_split = {list(split)} does not name this engine's tensor parallel size {self.tp_size}; give "
+                "every engine that shares the same list of all their sizes"
+            )
+        wrong = [size for size in split if size % self.num_kv_heads and self.num_kv_heads % size]
+        if wrong:
+            raise TopologyError(
+                f"kv_head_split = {list(split)}: tensor parallel size {wrong[0]} and {self.num_kv_heads} KV heads do "
+                f"not divide one another; name divisors or multiples of {self.num_kv_heads}"
+            )
+        return math.gcd(*(max(1, self.num_kv_heads // size) for size in split))
+
+    def shard_heads(self, rank: Rank, heads_per_shard: int) -> list[HeadRange]:
+        """The KV heads of each shard that `rank` holds."""
+        held = self.heads(rank)
+        return [
+            HeadRange(held.first + first, heads_per_shard, held.total)
+            for first in range(0, held.count, heads_per_shard)
+        ]
 
     def context(self, rank: Rank) -> ContextRange:
         """The part of each logical block's tokens that `rank` holds."""
