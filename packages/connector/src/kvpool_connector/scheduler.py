@@ -361,7 +361,7 @@ class PoolScheduler:
             epoch = self._shards.epoch if self._shards else 0
             tracker = RequestTracker(view, [[] for _ in self._rules], num_saved=[0] * len(self._rules), epoch=epoch)
             self._trackers[view.request_id] = tracker
-        tracker.view = view
+        tracker.view, tracker.due_at = view, 0
         return tracker
 
     def build_step(self, scheduled: Iterable[ScheduledRequest]) -> StepMetadata:
@@ -387,7 +387,7 @@ class PoolScheduler:
             if request.block_ids is not None:
                 overwritten |= self._take_blocks(tracker, request.block_ids, request)
             tracker.num_computed_tokens = request.num_computed_tokens + request.num_scheduled_tokens
-            if self._saves and tracker.view.poolable and self._shards:
+            if tracker.num_computed_tokens >= tracker.due_at and self._saves and tracker.view.poolable and self._shards:
                 saves += self._due(tracker, request.num_computed_tokens)
         number = 0
         if self._learnt:
@@ -443,6 +443,8 @@ class PoolScheduler:
                 blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
                 if self._events:
                     self._expect(self._events, view, group, [i for i, _ in held])
+        due_at = min((n + 1) * rule.block_size for n, rule in zip(tracker.num_saved, self._rules, strict=True))
+        tracker.due_at = due_at if self._save_decode_cache or due_at <= view.num_prompt_tokens else math.inf
         return [SaveJob(view.request_id, tuple(blocks), view.tag, final, tracker.epoch)] if blocks else []
 
     def _expect(self, events: BlockEvents, view: RequestView, group: int, indices: Sequence[int]) -> None:
@@ -545,7 +547,7 @@ class PoolScheduler:
                     self._history.load_failed(request_id)
                 self.counters.add("tokens_failed", tracker.num_loading)
                 tracker.num_loading = 0
-                tracker.num_saved = [0] * len(self._rules)
+                tracker.begin_saving_anew()
 
     @property
     def num_tracked(self) -> int:

@@ -53,6 +53,8 @@ class RequestTracker:
     num_computed_tokens: int = 0
     num_saved: list[int] = field(default_factory=list)
     """By group: blocks of the front that have been handed to a save, loaded, or given up."""
+    due_at: float = 0
+    """Computed tokens below which nothing new is to be saved, so that a step need not look."""
     epoch: int = 0
     """The pool's when the request last began from nothing: what it computes belongs to that epoch."""
     num_loading: int = 0
@@ -68,4 +70,9 @@ class RequestTracker:
     def replace_blocks(self, block_ids: Sequence[Sequence[int | None]]) -> None:
         """The request starts over with other blocks (first schedule, or resumed after preemption)."""
         self.block_ids = [list(table) for table in block_ids]
+        self.begin_saving_anew()
+
+    def begin_saving_anew(self) -> None:
+        """All blocks are to be looked at again."""
         self.num_saved = [0] * len(self.block_ids)
+        self.due_at = 0
