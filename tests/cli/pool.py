@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvpool_simulator.store
 from kvpool_connector.cli.app import app
 from kvpool_connector.cli.hashes import block_hashes
-from kvpool_connector.cli.session import Session, connect_mooncake
+from kvpool_connector.cli.session import Session, connect_mooncake, knock
 from kvpool_connector.config import PoolSettings, StoreSettings
 from kvpool_connector.contract.clock import MonotonicClock
 from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, LayerContent, ModelIdentity
@@ -52,11 +52,12 @@ class Pool:
     connect: Callable[[StoreSettings, PoolSettings], Store]
     store: Store
     """A client of the test's own."""
+    knock: Callable[[str, int], None] = knock
 
     def run(self, *words: str, **changes: Any) -> Result:
         """A command as a user types it; `changes` are fields of the session."""
         environ = {"MOONCAKE_MASTER": self.address, "PYTHONHASHSEED": SEED}
-        session = Session(environ, self.connect, endpoint=self.endpoint, protocol="tcp")
+        session = Session(environ, self.connect, knock=self.knock, endpoint=self.endpoint, protocol="tcp")
         return CliRunner().invoke(app, list(words), obj=replace(session, **changes), catch_exceptions=False)
 
     def ask(self, *words: str, status: int = 0, **changes: Any) -> Any:
@@ -83,7 +84,12 @@ def simulated_pool() -> Iterator[Pool]:
         endpoint_of(master, CAPACITY) as endpoint,
     ):
         owner = make_simulated_store(master.address, CAPACITY)
-        yield Pool("simulator", master.address, endpoint, connect_simulated, owner)
+
+        def knock_simulated(host: str, port: int) -> None:
+            if f"{host}:{port}" != master.address:
+                raise ConnectionRefusedError("a simulated master listens at no port")
+
+        yield Pool("simulator", master.address, endpoint, connect_simulated, owner, knock_simulated)
         owner.close()
 
 

@@ -20,6 +20,8 @@ def test_ls_names_each_object_with_its_size(pool: Pool, namespace: str) -> None:
     expected = {filled.key(rank, block) for rank in range(2) for block in range(3)}
     assert {row["key"] for row in found["objects"]} == expected
     assert {row["bytes"] for row in found["objects"]} == {filled.object_bytes}
+    assert {row["namespace"] for row in found["objects"]} == {namespace}
+    assert {row["fingerprint"] for row in found["objects"]} == {shard.fingerprint for shard in filled.shards}
     assert len(pool.ask("ls", "--namespace", namespace, "--limit", "1")["objects"]) == 1
 
 

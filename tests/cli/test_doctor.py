@@ -40,6 +40,7 @@ CHECKS = {
     "memory": "segments that do not fit",
     "locked memory": "staging that cannot be registered",
     "lookup": "a scheduler that cannot ask",
+    "ports": "a master behind a firewall, or at another port",
     "endpoint": "a pool without memory",
     "client": "a master that cannot be reached",
     "registration": "memory that the store refuses",

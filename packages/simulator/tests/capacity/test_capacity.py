@@ -54,15 +54,39 @@ def test_a_broken_line_is_named_by_its_number(
     assert not said.out
 
 
-def test_wrong_files_and_options_end_with_2(tmp_path: Path) -> None:
-    assert main([str(tmp_path / "nothing")]) == 2
-    (tmp_path / "empty").write_text("\n")
-    assert main([str(tmp_path / "empty")]) == 2
-    for options in (["--pool-size", "lots"], ["--instances", "0"], ["--model", "gpt-2"], []):
-        trace = [str(tmp_path / "empty")] if options else []
-        with pytest.raises(SystemExit) as caught:
-            main([*trace, *options])
-        assert caught.value.code == 2
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing"], "nothing"),
+        (["empty"], "has no requests"),
+        (["broken"], "line 2"),
+        (["good", "--pool-size", "huge"], "'huge' is not a size"),
+        (["good", "--instances", "0"], "'0'; expected a whole number"),
+        (["good", "--model", "gpt-2"], "invalid choice: 'gpt-2'"),
+        (["good", "--sample", "5"], "is there already"),
+        (["good", "--plot", "no/such/place.svg"], "no/such/place.svg cannot be written"),
+        ([], "name a trace"),
+        (["good", "--what"], "unrecognized arguments: --what"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_bad_input_is_named_and_nothing_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+    as_json: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"empty": "\n", "good": GOOD + "\n", "broken": f"{GOOD}\nbroken\n"}
+    for name, text in files.items():
+        Path(name).write_text(text)
+    assert main([*words, "--json"] if as_json else words) == 2
+    out, err = capsys.readouterr()
+    assert said in (json.loads(out)["error"] if as_json else err)
+    assert (err if as_json else out) == ""
+    assert {path.name: path.read_text() for path in Path().iterdir()} == files
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -153,9 +177,9 @@ def test_a_larger_pool_hits_no_less_and_evicts_no_more() -> None:
 def test_the_command_writes_table_document_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, picture = tmp_path / "trace.jsonl", tmp_path / "plot.svg"
     assert main([str(trace), "--sample", "200", "--seed", "5"]) == 0
-    first = trace.read_text()
-    assert main([str(trace), "--sample", "200", "--seed", "5"]) == 0
-    assert trace.read_text() == first
+    again = tmp_path / "again.jsonl"
+    assert main([str(again), "--sample", "200", "--seed", "5"]) == 0
+    assert trace.read_text() == again.read_text()
     assert len(read_trace(trace)) == 200
     options = ["--pool-size", "1GB", "--pool-size", "64GB", "--instances", "1", "--instances", "2"]
     assert main([str(trace), *options, "--plot", str(picture)]) == 0

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
+from typer.core import TyperGroup
 
-from kvpool_connector.cli.bench import bench
+from kvpool_connector.cli.bench import Case, bench
 from kvpool_connector.cli.clear import clear
 from kvpool_connector.cli.contents import list_objects, pool_status
 from kvpool_connector.cli.doctor import Checkup, doctor
 from kvpool_connector.cli.explain import Question, explain
 from kvpool_connector.cli.hashes import ALGORITHMS
-from kvpool_connector.cli.output import Answer, CommandError, show, show_error
+from kvpool_connector.cli.output import Answer, CommandError, Exit, show, show_error
+from kvpool_connector.cli.progress import ProgressBar, silent
 from kvpool_connector.cli.prompt import read_tokens, tokenize
 from kvpool_connector.cli.request import explain_request
 from kvpool_connector.cli.session import Session
@@ -28,8 +28,33 @@ from kvpool_connector.cli.verify import verify
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.errors import KVPoolError
 
+
+class Commands(TyperGroup):
+    """The commands; what the parser of options refuses is answered like any other error."""
+
+    def main(self, args: Sequence[str] | None = None, **how: Any) -> NoReturn:  # type: ignore[override]
+        """Run one command and leave with its status. `args` are the words behind `kvpool`."""
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            status = super().main(words, **{**how, "standalone_mode": False})
+        except typer.Abort:
+            status = show_error(CommandError("ended before it was done"), as_json="--json" in words)
+        except Exception as error:
+            # Typer brings its own copy of click since 0.20; by name its errors are of neither module in all versions.
+            if not hasattr(error, "format_message"):
+                raise
+            if not words:
+                error.show()  # type: ignore[attr-defined]
+                raise SystemExit(int(Exit.ERROR)) from None
+            command = "kvpool " + words[0] if words[0] in self.commands else "kvpool"
+            told = f"{error.format_message()} `{command} --help` lists what it takes"
+            status = show_error(CommandError(told), as_json="--json" in words)
+        raise SystemExit(status)
+
+
 app = typer.Typer(
     name="kvpool",
+    cls=Commands,
     help="What a KVPool holds, why it misses, whether it is right and set up right. Exit status: 0 all well, 1 look at "
     "the answer, 2 error.",
     no_args_is_help=True,
@@ -56,10 +81,14 @@ def session_of(
     session.config, session.protocol = config or session.config, protocol or session.protocol
     session.master, session.endpoint = master or session.master, endpoint or session.endpoint
     status: list[int] = []
+    bar = ProgressBar()
+    session.tell = bar.tell if session.tell is silent else session.tell
     try:
         yield session, lambda answer: status.append(show(answer, as_json=as_json))
     except (KVPoolError, CommandError) as error:
         status = [show_error(error, as_json=as_json)]
+    finally:
+        bar.close()
     raise typer.Exit(status[-1])
 
 
@@ -136,6 +165,14 @@ def _verify(
         answer(verify(session, keys or [], namespace, read=not sizes_only))
 
 
+def asked(question: str) -> bool:
+    """Whether somebody says yes; no answer is a no."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        return False
+
+
 @app.command("clear")
 def _clear(
     ctx: typer.Context,
@@ -153,18 +190,9 @@ def _clear(
     with session_of(ctx, as_json, config, master, endpoint, protocol) as (session, answer):
         if as_json and not yes:
             raise CommandError("--json cannot ask; add --yes to remove. Nothing was removed")
-        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-            task = bar.add_task("removing", total=None, visible=False)
-            answer(
-                clear(
-                    session,
-                    namespace,
-                    confirm=lambda question: yes or typer.confirm(question, err=True),
-                    force=force,
-                    leave_foreign=leave_foreign,
-                    progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
-                )
-            )
+        answer(
+            clear(session, namespace, confirm=lambda text: yes or asked(text), force=force, leave_foreign=leave_foreign)
+        )
 
 
 @app.command("explain")
@@ -211,6 +239,8 @@ def _bench(
     blocks: Annotated[int, typer.Option(min=1, help="Blocks to move at once.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Times; the median is shown.")] = 5,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Of the engine; one rank is measured.")] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="Of the engine; its largest stage.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Write the picture here too (SVG).")] = None,
     config: Config = "",
     master: Master = "",
     endpoint: Endpoint = "",
@@ -219,4 +249,5 @@ def _bench(
 ) -> None:
     """The raw store's speed, then the connector's, for a model's blocks."""
     with session_of(ctx, as_json, config, master, endpoint, protocol) as (session, answer):
-        answer(bench(session, model, blocks, repeats, tensor_parallel_size))
+        case = Case(model, blocks, repeats, tensor_parallel_size, pipeline_parallel_size)
+        answer(bench(session, case, plot))

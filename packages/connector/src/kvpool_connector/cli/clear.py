@@ -21,11 +21,10 @@ def clear(
     confirm: Callable[[str], bool],
     force: bool,
     leave_foreign: bool,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
     """Remove the namespace's objects, blocks before descriptors. `confirm` is asked first, with a sentence.
 
-    `force` also removes objects that somebody reads now. `progress` hears how many of how many are done.
+    `force` also removes objects that somebody reads now.
     """
     inventory = take_inventory(session.master_endpoint().keys())
     foreign = inventory.foreign_in(namespace)
@@ -46,7 +45,7 @@ def clear(
     with session.store() as store:
         for start in range(0, len(keys), KEYS_PER_CALL):
             counts.update(store.remove(keys[start : start + KEYS_PER_CALL], force=force))
-            progress(min(start + KEYS_PER_CALL, len(keys)), len(keys))
+            session.tell("removing", min(start + KEYS_PER_CALL, len(keys)), len(keys))
     removed, gone = counts.pop(Status.OK, 0), counts.pop(Status.MISS, 0)
     lines = [f"{removed} objects removed, {gone} were gone already"]
     if counts[Status.LEASED]:

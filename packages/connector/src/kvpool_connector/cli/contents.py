@@ -6,6 +6,7 @@ from kvpool_connector.cli.inventory import Inventory, ShardObjects, decoded, rea
 from kvpool_connector.cli.inventory import take_inventory as take
 from kvpool_connector.cli.output import Answer, Exit, Rows, in_bytes
 from kvpool_connector.cli.session import Session
+from kvpool_connector.contract.keys import parse_key
 
 COUNTERS = {
     "evicted objects": "master_evicted_key_count",
@@ -32,7 +33,7 @@ def list_objects(session: Session, namespace: str | None, limit: int) -> Answer:
     lines = [f"{len(keys)} objects, {len(shown)} shown; {inventory.num_others} keys in the store are not KVPool's"]
     return Answer(
         {
-            "objects": [{"key": key, "bytes": sizes.get(key)} for key in shown],
+            "objects": [{"key": key, "bytes": sizes.get(key), **_parts(key)} for key in shown],
             "num_objects": len(keys),
             "foreign": foreign,
             "num_other_keys": inventory.num_others,
@@ -41,6 +42,12 @@ def list_objects(session: Session, namespace: str | None, limit: int) -> Answer:
         lines + foreign_lines(foreign),
         Exit.ERROR if foreign else Exit.WELL,
     )
+
+
+def _parts(text: str) -> dict[str, object]:
+    """What a key says of its object; `stat` says what the fingerprint stands for."""
+    key = parse_key(text)
+    return {"namespace": key.namespace, "epoch": key.epoch, "fingerprint": key.fingerprint}
 
 
 def foreign_lines(foreign: list[str]) -> list[str]:
@@ -88,6 +95,7 @@ def pool_status(session: Session, namespace: str | None) -> Answer:
             "used_bytes": used,
             "counters": {COUNTERS[words]: count for words, count in counters.items()},
             "leases": "Mooncake 0.3.13 does not say which objects are leased; asking for one would lease it",
+            "ages": "Mooncake 0.3.13 does not say when an object was written or read",
             "foreign": foreign,
             "num_other_keys": inventory.num_others,
         },

@@ -11,7 +11,7 @@ from kvpool_connector.cli.deployment import deployments
 from kvpool_connector.cli.endpoint import MasterEndpoint
 from kvpool_connector.cli.finding import Finding, Level, attempt, error, skipped, warning, well
 from kvpool_connector.cli.inventory import read_descriptors, take_inventory
-from kvpool_connector.cli.machine import machine_findings
+from kvpool_connector.cli.machine import machine_findings, ports
 from kvpool_connector.cli.output import Answer, Exit, Rows, in_bytes
 from kvpool_connector.cli.roundtrip import NAMESPACE, own_keys, round_trip
 from kvpool_connector.cli.session import Session
@@ -25,6 +25,7 @@ from kvpool_connector.hashing import SECRET, read_hashing
 
 SLOW_BYTES_PER_S = 100e6
 """A transfer slower than this is taken for a fault; reads over TCP must fit the lease at this speed."""
+NUM_CHECKS = 14
 STORE_CHECKS = ("client", "registration", "self-test", "lease", "hashes", "namespace")
 
 
@@ -48,8 +49,9 @@ class Checkup:
             yield error("configuration", "the store's settings are wrong", "no engine starts with them", str(failure))
         yield from machine_findings(settings, self.pool, self.num_ranks, self.session.environ)
         if settings is None:
-            yield from (skipped(name, "no configuration") for name in ("endpoint", *STORE_CHECKS))
+            yield from (skipped(name, "no configuration") for name in ("ports", "endpoint", *STORE_CHECKS))
             return
+        yield ports(settings, self.session.knock)
         endpoint = attempt("endpoint", self._endpoint, "ls, stat, verify and explain need it")
         yield endpoint
         try:
@@ -193,7 +195,10 @@ class Checkup:
 
 def doctor(checkup: Checkup) -> Answer:
     """All findings, worst last to be read: exit status by the worst."""
-    findings = list(checkup.findings())
+    findings: list[Finding] = []
+    for finding in checkup.findings():
+        findings.append(finding)
+        checkup.session.tell("looking", len(findings), NUM_CHECKS)
     levels = {finding.level for finding in findings}
     exit_ = Exit.ERROR if Level.ERROR in levels else Exit.LOOK if Level.WARNING in levels else Exit.WELL
     rows = Rows("doctor", ("check", "", "what was found"), [(f.check, f.level.value, f.what) for f in findings])

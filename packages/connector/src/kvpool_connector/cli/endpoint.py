@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from kvpool_connector.cli.output import CommandError
+from kvpool_connector.cli.progress import Tell, silent
 
 DEFAULT_PORT = 9003
 KEYS_PER_QUERY = 64
@@ -39,10 +40,11 @@ class Segment:
 class MasterEndpoint:
     """The HTTP side of one `mooncake_master`."""
 
-    def __init__(self, host: str, port: int, timeout_s: float = 10.0) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float = 10.0, tell: Tell = silent) -> None:
         self._host = host
         self._port = port
         self._timeout_s = timeout_s
+        self._tell = tell
 
     @property
     def address(self) -> str:
@@ -59,6 +61,7 @@ class MasterEndpoint:
         askable = [key for key in keys if "," not in key]
         for start in range(0, len(askable), KEYS_PER_QUERY):
             part = askable[start : start + KEYS_PER_QUERY]
+            self._tell("asking for sizes", start, len(askable))
             answer = self._json("/batch_query_keys?keys=" + ",".join(quote(key, safe="") for key in part))
             for key, found in answer.get("data", {}).items():
                 if found.get("ok") and found.get("values"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from kvpool_connector.cli.finding import Finding, error, skipped, warning, well
@@ -90,6 +90,23 @@ def locked_memory(settings: StoreSettings, num_ranks: int, limit: int | None = N
             "`ulimit -l unlimited` (in containers: --ulimit memlock=-1) for every engine",
         )
     return well("locked memory", f"{in_bytes(soft)} a process; a rank registers {in_bytes(a_rank)}")
+
+
+def ports(settings: StoreSettings, knock: Callable[[str, int], None]) -> Finding:
+    """Whether the way to the master is open: a client's own message does not tell what a firewall drops."""
+    address = settings.master_server_address
+    host, _, port = address.rpartition(":")
+    try:
+        knock(host.strip("[]"), int(port))
+    except OSError as failure:
+        return error(
+            "ports",
+            f"nothing answers at {address} ({failure})",
+            "no engine finds the pool",
+            "start mooncake_master with --rpc_address and --rpc_port as master_server_address says, and open the port "
+            "between the machines",
+        )
+    return well("ports", f"the master's port answers at {address}; engines take free ports for transfers")
 
 
 def lookup_directory(settings: StoreSettings, pool: PoolSettings) -> Finding:

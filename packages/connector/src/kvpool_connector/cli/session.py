@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvpool_connector.cli.endpoint import DEFAULT_PORT, MasterEndpoint
 from kvpool_connector.cli.output import CommandError
+from kvpool_connector.cli.progress import Tell, silent
 from kvpool_connector.config import MIB, PoolSettings, StoreSettings, parse
 from kvpool_connector.contract.store import Store
 from kvpool_connector.mooncake import MooncakeStore
+
+KNOCK_LIMIT_S = 3.0
 
 
 def connect_mooncake(settings: StoreSettings, pool: PoolSettings) -> Store:
@@ -21,17 +25,25 @@ def connect_mooncake(settings: StoreSettings, pool: PoolSettings) -> Store:
     return store
 
 
+def knock(host: str, port: int) -> None:
+    """Opens a connection and closes it. Raises `OSError`."""
+    socket.create_connection((host, port), KNOCK_LIMIT_S).close()
+
+
 @dataclass
 class Session:
     """One call of the command line."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     connect: Callable[[StoreSettings, PoolSettings], Store] = connect_mooncake
+    knock: Callable[[str, int], None] = knock
     as_json: bool = False
     config: str = ""
     master: str = ""
     endpoint: str = ""
     protocol: str = ""
+    tell: Tell = silent
+    """Hears how far long work is."""
 
     def store_settings(self) -> StoreSettings:
         """What the environment and the options say. Raises `ConfigError`."""
@@ -46,13 +58,15 @@ class Session:
     def master_endpoint(self) -> MasterEndpoint:
         """The master's HTTP side: `--endpoint`, or the master's host at the default port."""
         text = self.endpoint
+        if text and (self.config or self.master):
+            self.store_settings()  # what was named and is wrong is told, needed or not
         if not text:
             host, _, _ = self.store_settings().master_server_address.rpartition(":")
-            return MasterEndpoint(host.strip("[]"), DEFAULT_PORT)
+            return MasterEndpoint(host.strip("[]"), DEFAULT_PORT, tell=self.tell)
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise CommandError(f'--endpoint {text!r} is not an address; expected "host:port", e.g. "10.0.0.1:9003"')
-        return MasterEndpoint(host.strip("[]"), int(port))
+        return MasterEndpoint(host.strip("[]"), int(port), tell=self.tell)
 
     @contextmanager
     def store(self, pool: PoolSettings | None = None) -> Iterator[Store]:

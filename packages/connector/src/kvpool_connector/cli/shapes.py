@@ -32,11 +32,14 @@ MODELS: dict[str, ModelShape] = {
 class NamedCache:
     """`num_blocks` blocks of a model's cache, each component of each layer a dense run of pages."""
 
-    def __init__(self, model: str, num_blocks: int, block_size: int = 128, tp_size: int = 1) -> None:
-        """Raises `CommandError` for a model that is not listed or heads that do not split."""
+    def __init__(self, model: str, num_blocks: int, block_size: int = 128, tp_size: int = 1, pp_size: int = 1) -> None:
+        """The layers of the largest pipeline stage. Raises `CommandError` for what is not listed or does not split."""
         if model not in MODELS:
             raise CommandError(f"--model {model!r} is not listed; expected one of {', '.join(MODELS)}")
-        num_layers, components = MODELS[model]
+        all_layers, components = MODELS[model]
+        if pp_size > all_layers:
+            raise CommandError(f"--pipeline-parallel-size {pp_size} leaves stages of {model} without any of its layers")
+        num_layers = len(range(0, all_layers, pp_size))
         pages = [(name, block_size * self._width(model, name, width, tp_size) * 2) for name, width in components]
         block_bytes = num_layers * sum(size for _, size in pages)
         self._buffer = HostDevice().allocate(num_blocks * block_bytes, 2 << 20)

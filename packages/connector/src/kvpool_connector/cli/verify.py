@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvpool_connector.cli.checksums import ALGORITHMS, differing
 from kvpool_connector.cli.contents import foreign_lines
-from kvpool_connector.cli.inventory import ShardObjects, parsed, read_descriptors, take_inventory
+from kvpool_connector.cli.inventory import parsed, read_descriptors, take_inventory
 from kvpool_connector.cli.output import Answer, CommandError, Exit, Rows
 from kvpool_connector.cli.session import Session
 from kvpool_connector.contract.descriptor import Descriptor
@@ -26,14 +26,15 @@ def verify(session: Session, texts: Sequence[str], namespace: str | None, *, rea
         raise CommandError(f"the pool holds nothing of namespace {namespace!r}; `kvpool stat` lists what it holds")
     faults: list[tuple[str, str]] = []
     unchecked: list[str] = []
-    checked = 0
+    checked = compared = 0
+    total = sum(len(objects.blocks) for objects in shards)
     with session.store() as store:
         for objects in shards:
             if not namespace:
                 objects.trouble = "descriptor not read"
             read_descriptors(store, endpoint, [objects])
             keys = objects.blocks
-            if objects.trouble:
+            if objects.descriptor is None:
                 kind = faults if "corrupt" in objects.trouble or "another's" in objects.trouble else None
                 if kind is not None:
                     kind.append((objects.shard.descriptor_key(), objects.trouble))
@@ -41,7 +42,12 @@ def verify(session: Session, texts: Sequence[str], namespace: str | None, *, rea
                     unchecked.append(f"{objects.shard.descriptor_key()}: {objects.trouble}; {len(keys)} unchecked")
                 continue
             checked += len(keys) + 1
-            faults += _check(store, endpoint.sizes([str(key) for key in keys]), objects, read=read)
+            sizes = endpoint.sizes([str(key) for key in keys])
+            for key in keys:
+                why = _fault(store, key, sizes.get(str(key)), objects.descriptor, read=read)
+                faults += [(str(key), why)] if why else []
+                compared += 1
+                session.tell("comparing", compared, total)
     foreign = inventory.foreign_in(namespace)
     lines = [f"{checked} objects checked{'' if read else ' by size'}, {len(faults)} wrong", *unchecked]
     plain = sum(len(o.blocks) for o in shards if o.descriptor and not o.descriptor.checksum)
@@ -63,17 +69,6 @@ def verify(session: Session, texts: Sequence[str], namespace: str | None, *, rea
         lines + foreign_lines(foreign),
         exit_,
     )
-
-
-def _check(store: Store, sizes: dict[str, int], objects: ShardObjects, *, read: bool) -> list[tuple[str, str]]:
-    descriptor = objects.descriptor
-    assert descriptor is not None
-    faults = []
-    for key in objects.blocks:
-        why = _fault(store, key, sizes.get(str(key)), descriptor, read=read)
-        if why:
-            faults.append((str(key), why))
-    return faults
 
 
 def _fault(store: Store, key: Key, size: int | None, descriptor: Descriptor, *, read: bool) -> str:

@@ -1,4 +1,4 @@
-"""The command. Exit status 2 for a wrong trace or wrong options."""
+"""The command. Exit status 2 for a wrong trace or wrong options; then nothing was written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from kvpool_simulator.capacity.picture import plot, table
 from kvpool_simulator.capacity.replay import Fleet, Keys, Outcome, replay
@@ -31,9 +32,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+class Parser(argparse.ArgumentParser):
+    """Wrong options are told like a wrong trace."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with status 2."""
+        raise TraceError(f"{message}; `{self.prog} --help` lists the options")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(prog="kvpool-capacity", description="Replay a request trace against sized pools.")
+    made = Parser(prog="kvpool-capacity", description="Replay a request trace against sized pools.")
     made.add_argument(
         "trace", type=Path, nargs="?", help="JSON lines: timestamp, input_length, output_length, hash_ids"
     )
@@ -53,24 +62,44 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    options = parser().parse_args(arguments)
-    if options.trace is None:
-        parser().error("name a trace")
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        if options.sample:
-            lines = (request.to_json() + "\n" for request in sample_trace(options.sample, options.seed))
-            options.trace.write_text("".join(lines), encoding="utf-8")
-            return 0
-        requests = read_trace(options.trace)
+        return run(parser().parse_args(words))
     except (OSError, TraceError) as error:
-        print(f"kvpool-capacity: {error}", file=sys.stderr)
+        if "--json" in words:
+            print(json.dumps({"error": str(error)}))
+        else:
+            print(f"kvpool-capacity: {error}", file=sys.stderr)
         return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """What was asked for. Raises `TraceError`, or `OSError` where a file cannot be read or written."""
+    if options.trace is None:
+        raise TraceError("name a trace: kvpool-capacity TRACE")
+    if options.sample:
+        if options.trace.exists():
+            raise TraceError(f"{options.trace} is there already; --sample writes a new file")
+        lines = (request.to_json() + "\n" for request in sample_trace(options.sample, options.seed))
+        options.trace.write_text("".join(lines), encoding="utf-8")
+        return 0
+    if options.plot and (options.plot.is_dir() or not options.plot.parent.is_dir()):
+        raise TraceError(f"--plot {options.plot} cannot be written; name a file in a directory that is there")
+    requests = read_trace(options.trace)
     keys = Keys(options.model)
     outcomes: list[Outcome] = []
-    for instances in options.instances or [1]:
-        for pool_bytes in options.pool_size or [size("256GB"), size("1TB"), size("4TB")]:
-            fleet = Fleet(options.model, pool_bytes, instances, options.local_cache, options.prefill_tokens_per_s)
-            outcomes.append(replay(requests, fleet, keys))
+    pools = options.pool_size or [size("256GB"), size("1TB"), size("4TB")]
+    fleets = [
+        Fleet(options.model, pool_bytes, instances, options.local_cache, options.prefill_tokens_per_s)
+        for instances in options.instances or [1]
+        for pool_bytes in pools
+    ]
+    for done, fleet in enumerate(fleets):
+        if sys.stderr.isatty():
+            print(f"\rreplaying {done + 1} of {len(fleets)}", end="", file=sys.stderr, flush=True)
+        outcomes.append(replay(requests, fleet, keys))
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
     if options.json:
         rows = [
             {**vars(o), "fleet": vars(o.fleet), "hit_rate": o.hit_rate, "saved_prefill_s": o.saved_prefill_s}
