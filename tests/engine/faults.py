@@ -9,21 +9,49 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpool_connector import mooncake, transfer
+from kvpool_connector import mooncake, scheduler, transfer
 from kvpool_connector.contract.status import Status
 from kvpool_connector.host import HostCopier
 
 RIGHT = transfer.statuses_of
 RIGHT_SCATTER = HostCopier.scatter
+RIGHT_CALLS: dict[str, Any] = {}
+"""What `count_calls` has replaced."""
+CALLS: list[str] = []
 READS_MAY_GO = threading.Event()
 READ_LIMIT_S = 60.0
 
 
 def heal() -> None:
     """No fault from now on."""
+    while RIGHT_CALLS:
+        setattr(mooncake.MooncakeStore, *RIGHT_CALLS.popitem())
     transfer.statuses_of = RIGHT
     HostCopier.scatter = RIGHT_SCATTER  # type: ignore[method-assign]
     READS_MAY_GO.set()
+
+
+def count_calls() -> None:
+    """Every call to the store is counted from now on, of both sides."""
+    CALLS.clear()
+    for name in ("exist", "put", "get", "remove", "write", "read"):
+        right = RIGHT_CALLS[name] = getattr(mooncake.MooncakeStore, name)
+
+        def counted(self: Any, *arguments: Any, _name: str = name, _right: Any = right, **named: Any) -> Any:
+            CALLS.append(_name)
+            return _right(self, *arguments, **named)
+
+        setattr(mooncake.MooncakeStore, name, counted)
+
+
+def remember_saves() -> None:
+    """What went to a save is remembered for as long as a slow machine may take."""
+    scheduler.SAVE_MEMORY_S = 3600.0
+
+
+def num_calls(engine: Any) -> int:
+    """Calls since `count_calls`."""
+    return len(CALLS)
 
 
 def _lose(position: Callable[[int], int]) -> None:

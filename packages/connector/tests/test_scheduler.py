@@ -620,3 +620,71 @@ def test_g4_the_number_is_learnt_from_what_workers_and_clock_say() -> None:
 def test_without_auto_no_step_is_numbered() -> None:
     bench = Bench()
     assert bench.scheduler.build_step([]).number == 0
+
+
+def take_up(bench: Bench, name: str, local: int) -> list[tuple[int, int]]:
+    """A request of 65 tokens of which the engine has `local`; what it hands over to saves."""
+    view = bench.view(65, name)
+    hit, _ = bench.scheduler.num_matched_tokens(view, local)
+    assert not hit
+    bench.scheduler.allocated(view, [[1, 2, 3, 4, 5]], 0)
+    jobs = bench.schedule(view, local, 65 - local, [[1, 2, 3, 4, 5]], True)
+    bench.scheduler.finished(name, 66, completed=True)
+    return saved(jobs)
+
+
+def test_what_the_engine_has_itself_is_neither_looked_up_nor_saved_again_for_a_while() -> None:
+    bench = Bench()
+    assert take_up(bench, "first", 0) == [(0, 1), (0, 2), (0, 3), (0, 4)]
+    asked = len(bench.lookup.asked)
+    for number in range(3):
+        bench.clock.time += 9
+        assert take_up(bench, f"again{number}", 64) == []
+    assert len(bench.lookup.asked) == asked
+    # A save may have failed, or the store may have lost what it had.
+    bench.clock.time += 9
+    assert take_up(bench, "late", 64) == [(0, 1), (0, 2), (0, 3), (0, 4)]
+
+
+def test_a_last_block_that_is_computed_again_is_not_saved_again() -> None:
+    bench = Bench()
+    view = bench.view(64, "first")
+    for name, local in (("first", 0), ("again", 48)):
+        bench.scheduler.num_matched_tokens(replace(view, request_id=name), local)
+        bench.scheduler.allocated(replace(view, request_id=name), [[1, 2, 3, 4]], 0)
+        step = bench.scheduler.build_step([ScheduledRequest(name, [[1, 2, 3, 4]], True, local, 64 - local)])
+        assert saved(step.saves) == ([] if local else [(0, 1), (0, 2), (0, 3), (0, 4)])
+
+
+def test_blocks_that_nobody_handed_over_are_though_the_engine_has_them() -> None:
+    bench = Bench()
+    assert take_up(bench, "other's", 32) == [(0, 1), (0, 2), (0, 3), (0, 4)]
+
+
+def test_after_a_failed_load_all_is_handed_over_though_it_was_lately() -> None:
+    bench = Bench()
+    take_up(bench, "first", 0)
+    view = bench.view(65, "second")
+    bench.store(view, range(4))
+    hit, _ = bench.scheduler.num_matched_tokens(view, 0)
+    bench.scheduler.allocated(view, [[6, 7, 8, 9, 10]], hit)
+    assert bench.schedule(view, hit, 65 - hit, [[6, 7, 8, 9, 10]], True) == ()
+    bench.scheduler.report(LoadReport(failed=frozenset({"second"})))
+    assert saved(bench.schedule(view, 0, 65, None, False)) == [(0, 6), (0, 7), (0, 8), (0, 9)]
+
+
+def test_what_was_handed_over_before_a_reset_is_not_passed_over_after_it() -> None:
+    bench = Bench()
+    take_up(bench, "first", 0)
+    assert bench.scheduler.reset()
+    assert take_up(bench, "again", 64) == [(0, 1), (0, 2), (0, 3), (0, 4)]
+
+
+def test_what_is_remembered_of_saves_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_connector.scheduler.MAX_HANDED", 3)
+    bench = Bench()
+    take_up(bench, "first", 0)
+    assert len(bench.scheduler._handed) <= 3 + 4
+    bench.clock.time += 31
+    take_up(bench, "second", 0)
+    assert len(bench.scheduler._handed) == 4

@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 HIT_MEMORY_S = 1.0
 """How long a lookup's result serves a request that waits for room; well below a lease, which the lookup granted."""
 
+SAVE_MEMORY_S = 30.0
+"""How long a block that went to a save is taken to be in the pool: requests that find it in the engine's own cache
+do not ask the store for it."""
+MAX_HANDED = 65536
+"""Blocks of which that is remembered; about 20 MB."""
 MAX_MOVES = 3
 """How often one lookup follows a reset that comes while it asks."""
 
@@ -117,6 +122,8 @@ class PoolScheduler:
         self._hits: dict[str, _Hit] = {}
         self._trackers: dict[str, RequestTracker] = {}
         self._new_loads: list[LoadJob] = []
+        self._handed: dict[tuple[int, int, bytes, str], float] = {}
+        """(epoch, group, hash, tag) of blocks that went to a save lately, and when that is forgotten; oldest first."""
         self._final_saves: list[SaveJob] = []
         self._unconfirmed: dict[str, _Unconfirmed] = {}
         self._confirm_after_steps = confirm_after_steps
@@ -403,12 +410,43 @@ class PoolScheduler:
             return {block_id for table in tables for block_id in table if block_id is not None}
         self._leave(tracker)
         tracker.replace_blocks(tables)
+        self._pass_over(tracker, request.num_computed_tokens)
         return {
             block_id
             for rule, table in zip(self._rules, tables, strict=True)
             for block_id in table[request.num_computed_tokens // rule.block_size :]
             if block_id is not None
         }
+
+    def _pass_over(self, tracker: RequestTracker, num_computed_tokens: int) -> None:
+        """Blocks that the engine has itself, and that went to a save a moment ago, are not handed over again.
+
+        Where that save failed, a request after `SAVE_MEMORY_S` hands them over. The last block stands for those before
+        it: they went to a save with it, or before it and were passed over then.
+        """
+        view, now = tracker.view, self._clock.now()
+        for group, rule in enumerate(self._rules):
+            end = num_computed_tokens // rule.block_size
+            num_hashed = len(view.block_hashes) * self._hash_block_size // rule.block_size
+            if not 0 < end <= num_hashed:
+                continue
+            # With a prompt of whole blocks the last one is computed again.
+            for index in range(end - 1, num_hashed):
+                key = (tracker.epoch, group, self._hash(view, rule, index), view.tag)
+                if self._handed.get(key, now) <= now:
+                    break
+                tracker.num_saved[group] = index + 1
+
+    def _note_handed(self, tracker: RequestTracker, blocks: GroupBlocks) -> None:
+        """These blocks go to a save now."""
+        now = self._clock.now()
+        while self._handed and (len(self._handed) >= MAX_HANDED or next(iter(self._handed.values())) <= now):
+            del self._handed[next(iter(self._handed))]
+        for block_hash in blocks.block_hashes:
+            key = (tracker.epoch, blocks.group, block_hash, tracker.view.tag)
+            # At the end, so that the oldest are in front.
+            self._handed.pop(key, None)
+            self._handed[key] = now + SAVE_MEMORY_S
 
     def _due(self, tracker: RequestTracker, start: int, final: bool = False) -> list[SaveJob]:
         """The save job of blocks that are complete at the end of a step that computes from token `start`.
@@ -441,6 +479,7 @@ class PoolScheduler:
             if held:
                 hashes = tuple(self._hash(view, rule, i) for i, _ in held)
                 blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
+                self._note_handed(tracker, blocks[-1])
                 if self._events:
                     self._expect(self._events, view, group, [i for i, _ in held])
         due_at = min((n + 1) * rule.block_size for n, rule in zip(tracker.num_saved, self._rules, strict=True))
