@@ -25,10 +25,10 @@ class Collector:
             for scope in resource.scope_spans:
                 self._spans += scope.spans
 
-    def named(self, name: str, count: int, limit_s: float = 30) -> list[Span]:
-        """The spans of a name, once there are at least `count`: exporters send them some seconds later."""
+    def named(self, name: str, count: int, trace: str = "", limit_s: float = 30) -> list[Span]:
+        """The spans of a name (of one trace), once there are at least `count`: exporters send them seconds later."""
         deadline = time.monotonic() + limit_s
-        while len(found := [span for span in self._spans if span.name == name]) < count:
+        while len(found := [s for s in self._spans if s.name == name and trace in ("", s.trace_id.hex())]) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} spans {name!r} came within {limit_s:g} s"
             time.sleep(0.1)
         return found

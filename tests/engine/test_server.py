@@ -121,6 +121,9 @@ def test_a_server_answers_from_the_pool_and_fills_it(
             assert tuple(answer["choices"][0]["token_ids"]) == expected.tokens
             details = answer["usage"]["prompt_tokens_details"] or {}
             assert details.get("cached_tokens", 0) == hit
+        saved = f"{len(PROMPTS) + 1:032x}"
+        complete(address, list(range(200, 100, -1)), traceparent=f"00-{saved}-00000000000000aa-01")
+        assert_save_traced(found, saved, 100 // made.block_size)
         given = complete(address, another)
         assert_traced(found, traces, made.block_size)
     # The server was told to end right after its answer, and stored what it had first.
@@ -128,6 +131,13 @@ def test_a_server_answers_from_the_pool_and_fills_it(
         (loaded,) = loading.generate([another])
     assert loaded.tokens == tuple(given["choices"][0]["token_ids"])
     assert loaded.num_cached_tokens == len(another) // made.block_size * made.block_size
+
+
+def assert_save_traced(found: Collector, trace: str, num_blocks: int) -> None:
+    """All blocks of a new prompt were stored, under the trace of its request."""
+    spans = [attributes(span) for span in found.named("kvpool.save", 1, trace)]
+    assert sum(span["kvpool.blocks"] for span in spans) == num_blocks
+    assert sum(span["kvpool.stored"] for span in spans) == num_blocks
 
 
 def assert_traced(found: Collector, traces: list[str], block_size: int) -> None:

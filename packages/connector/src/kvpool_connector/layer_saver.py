@@ -19,7 +19,8 @@ from kvpool_connector.fence import Fence, Ticket
 from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.layer_transfer import LayerTransfer
 from kvpool_connector.outage import Outage
-from kvpool_connector.saver import ShardSave, count_saved
+from kvpool_connector.saver import ShardSave, count_saved, end_spans
+from kvpool_connector.tracing import SaveSpan
 from kvpool_connector.transfer import parts
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class _Object:
     """A session may be open in the store."""
     status: Status | None = None
     """How it ended: stored, there already, or refused by the store."""
+    span: SaveSpan | None = None
     fault: str = ""
     """Why it must not appear although the store did not refuse it."""
 
@@ -61,8 +63,9 @@ class _Shard:
 class LayerSave:
     """One step's save. Hooks of the step's thread mark layers as computed; two threads move them."""
 
-    def __init__(self, shards: dict[int, _Shard]) -> None:
+    def __init__(self, shards: dict[int, _Shard], saves: Sequence[ShardSave]) -> None:
         self.shards = shards
+        self.saves = saves
         self.fired: Counter[str] = Counter()
         """Save hooks called in this step."""
         self.sent: set[tuple[int, int]] = set()
@@ -117,20 +120,22 @@ class LayerSaver:
         self._told: set[str] = set()
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-saver")
 
-    def open(self, saves: Iterable[ShardSave]) -> LayerSave | None:
+    def open(self, saves: Sequence[ShardSave]) -> LayerSave | None:
         """Before a step computes: these blocks will be complete at its end. None when there is nothing to do."""
         by_shard: dict[int, list[_Object]] = {}
         for save in saves:
             num_ranges = len(self._plan.ranges[save.shard])
             objects = by_shard.setdefault(save.shard, [])
             objects += [
-                _Object(key, block_id, num_ranges) for key, block_id in zip(save.keys, save.block_ids, strict=True)
+                _Object(key, block_id, num_ranges, span=save.span)
+                for key, block_id in zip(save.keys, save.block_ids, strict=True)
             ]
         num_blocks = sum(map(len, by_shard.values()))
         if not num_blocks:
             return None
         if self._outage.active:
             self._counters.add("save_blocks_dropped_outage", num_blocks)
+            end_spans(saves)
             return None
         with self._lock:
             fits = self._num_queued + num_blocks <= self._max_queued_blocks
@@ -138,6 +143,7 @@ class LayerSaver:
                 self._num_queued += num_blocks
         if not fits:
             self._counters.add("save_blocks_dropped_queue_full", num_blocks)
+            end_spans(saves)
             return None
         self._counters.add("save_queue_entered", num_blocks)
         return LayerSave(
@@ -147,7 +153,8 @@ class LayerSaver:
                     self._fence.ticket((one.block_id for one in objects), len(self._plan.ranges[shard])),
                 )
                 for shard, objects in by_shard.items()
-            }
+            },
+            saves,
         )
 
     def computed(self, save: LayerSave, hook: str, event: Event) -> None:
@@ -283,6 +290,7 @@ class LayerSaver:
             with self._lock:
                 self._num_queued -= save.num_blocks
             self._counters.add("save_queue_left", save.num_blocks)
+            end_spans(save.saves)
 
     def _end(self, shard: _Shard, object_bytes: int) -> None:
         if shard.begun_at is not None and not self._fresh(shard):
@@ -306,6 +314,9 @@ class LayerSaver:
             # Of a key that is there when a session begins another writer may be in the middle, and give it up.
             stored = [one.key for one in shard.objects if one.status is Status.OK]
             self._stored.note(stored, [Status.OK] * len(stored))
+        for one in shard.objects:
+            if one.span is not None:
+                one.span.count([one.status])
         count_saved(ended, object_bytes, self._outage, self._counters)
         for fault, count in Counter(one.fault for one in shard.objects if one.fault and not one.status).items():
             self._counters.add(f"save_blocks_dropped_{fault}", count)

@@ -42,6 +42,7 @@ class SaveJob:
     """True when the request has ended and its blocks wait for this job: it must let go of them within this step."""
     epoch: int = 0
     """The one in which the request began to compute, or to load, what is saved."""
+    trace_headers: Headers = ()
 
 
 @dataclass(frozen=True)

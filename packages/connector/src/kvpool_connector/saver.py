@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool_connector.contract.device import Event
@@ -15,6 +15,7 @@ from kvpool_connector.counters import Counters
 from kvpool_connector.events import StoredKeys
 from kvpool_connector.fence import Fence, Ticket
 from kvpool_connector.outage import Outage
+from kvpool_connector.tracing import SaveSpan
 from kvpool_connector.transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ class ShardSave:
     """Index among the shards that this rank holds."""
     keys: Sequence[str]
     block_ids: Sequence[int]
+    span: SaveSpan | None = None
+    """Of the whole request's save, where the engine traces."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Saver:
                 self._num_queued += num_blocks
         if not fits:
             self._counters.add("save_blocks_dropped_queue_full", num_blocks)
+            end_spans(saves)
             return
         self._counters.add("save_queue_entered", num_blocks)
         # One each: of a block that is in several objects (shards, or of two requests), what one need not read any more
@@ -123,6 +127,7 @@ class Saver:
                 with self._lock:
                     self._num_queued -= job.num_blocks
                 self._counters.add("save_queue_left", job.num_blocks)
+                end_spans(job.saves)
 
     def _save(self, job: _Job) -> None:
         if self._outage.active:
@@ -137,7 +142,16 @@ class Saver:
             statuses = transfer.save(save.keys, save.block_ids, ticket)
             if self._stored is not None:
                 self._stored.note(save.keys, statuses)
+            if save.span is not None:
+                save.span.count(statuses)
             count_saved(statuses, transfer.stored_bytes, self._outage, self._counters)
+
+
+def end_spans(saves: Iterable[ShardSave]) -> None:
+    """Nothing more of these saves will happen."""
+    for save in saves:
+        if save.span is not None:
+            save.span.end()
 
 
 def count_saved(statuses: Sequence[Status], stored_bytes: int, outage: Outage, counters: Counters) -> None:

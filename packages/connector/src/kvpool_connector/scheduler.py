@@ -484,7 +484,8 @@ class PoolScheduler:
                     self._expect(self._events, view, group, [i for i, _ in held])
         due_at = min((n + 1) * rule.block_size for n, rule in zip(tracker.num_saved, self._rules, strict=True))
         tracker.due_at = due_at if self._save_decode_cache or due_at <= view.num_prompt_tokens else math.inf
-        return [SaveJob(view.request_id, tuple(blocks), view.tag, final, tracker.epoch)] if blocks else []
+        headers = view.trace_headers
+        return [SaveJob(view.request_id, tuple(blocks), view.tag, final, tracker.epoch, headers)] if blocks else []
 
     def _expect(self, events: BlockEvents, view: RequestView, group: int, indices: Sequence[int]) -> None:
         assert self._shards is not None

@@ -1,11 +1,14 @@
-"""Spans of what a request waits for: its lookup and its load. How they are sent is the engine's matter."""
+"""Spans of a request's lookup, load and saves. How they are sent is the engine's matter."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+from kvpool_connector.contract.status import Status
 
 logger = logging.getLogger(__name__)
 
@@ -47,3 +50,27 @@ class Timer:
         except Exception:
             # Foreign code that watches: whatever breaks in it must not fail a user's request.
             logger.debug("event=trace_failed span=%s", self._name, exc_info=True)
+
+
+class SaveSpan:
+    """The span of one request's blocks of one step, on one rank, from the queue to the store."""
+
+    def __init__(self, timer: Timer, num_blocks: int, rank: str) -> None:
+        self._timer = timer
+        self._num_blocks = num_blocks
+        self._rank = rank
+        self._counts: Counter[Status | None] = Counter()
+        self._ended = False
+
+    def count(self, statuses: Iterable[Status | None]) -> None:
+        """How saves of blocks ended; None for those that the store did not decide."""
+        self._counts.update(statuses)
+
+    def end(self) -> None:
+        """Nothing more of it will be saved. Blocks that were not counted are not stored. Once is enough."""
+        if self._ended:
+            return
+        self._ended = True
+        stored, present = self._counts[Status.OK], self._counts[Status.EXISTS]
+        left = self._num_blocks - stored - present
+        self._timer.end(blocks=self._num_blocks, stored=stored, present=present, not_stored=left, rank=self._rank)

@@ -45,7 +45,7 @@ from kvpool_connector.outage import Outage
 from kvpool_connector.registration import GroupSpec, merged, read_layouts
 from kvpool_connector.saver import Saver, ShardSave
 from kvpool_connector.staging import Staging
-from kvpool_connector.tracing import Timer, Trace
+from kvpool_connector.tracing import SaveSpan, Timer, Trace
 from kvpool_connector.transfer import DirectTransfer, PackedTransfer, Transfer
 
 logger = logging.getLogger(__name__)
@@ -446,11 +446,15 @@ class PoolWorker:
 
     def _shard_saves(self, job: SaveJob) -> list[ShardSave]:
         """This rank's part of a job: of content that several ranks hold, each writes its share."""
-        saves = []
+        saves: list[ShardSave] = []
         for group in job.blocks:
             mine = [i for i, block_hash in enumerate(group.block_hashes) if self._writer.writes(block_hash)]
             for index in self._shards_of[group.group] if mine else ():
                 shard = replace(self._shards[index], epoch=job.epoch)
                 keys = shard.keys([group.block_hashes[i] for i in mine], job.tag)
                 saves.append(ShardSave(index, keys, [group.block_ids[i] for i in mine]))
+        if self._trace and saves:
+            timer = Timer(self._trace, "kvpool.save", job.request_id, job.trace_headers)
+            span = SaveSpan(timer, sum(len(save.keys) for save in saves), str(self._rank))
+            saves = [replace(save, span=span) for save in saves]
         return saves
