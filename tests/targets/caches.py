@@ -15,6 +15,7 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
     "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
 
@@ -63,7 +64,9 @@ def _layer(case: CacheCase, name: str, tp_size: int, rank: int, indexed: bool) -
             return families.separate(name, main)
         return families.sparse_bundled(name, main, indexer, reserve_half_page=case.reserved)
     attention = (
-        families.packed_main(name, case.block_size, case.kv_lora_rank, case.rope_dim)
+        families.packed_main(
+            name, case.block_size, case.kv_lora_rank, case.rope_dim, dtype if dtype.itemsize == 1 else families.INT8
+        )
         if case.family == "packed-main"
         else families.separate(name, main)
     )

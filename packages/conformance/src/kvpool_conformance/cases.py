@@ -103,6 +103,11 @@ NAMED_CASES: dict[str, CacheCase] = {
     "one-storage": CacheCase("mla", num_layers=3, one_storage=True),
     "shared-layer": CacheCase("gqa", num_layers=3, shared_layer=True),
     "packed-main-c8-fp8": CacheCase("packed-main", c8="fp8"),
+    "packed-main-fp8": CacheCase("packed-main", dtype="float8_e4m3fn", c8="fp8"),
+    "packed-main-656": CacheCase("packed-main", num_layers=1, kv_lora_rank=512, rope_dim=64, index_dim=128, c8="int8"),
+    "some-layers-without-indexer-split": CacheCase(
+        "sparse-split", num_layers=4, c8="int8", layers_without_indexer=(1, 2), mtp=True
+    ),
     "sparse-bundled-reserved": CacheCase("sparse-bundled", reserved=True),
     "mla-nz": CacheCase("mla", rope_dim=16, kv_nz=True),
     "sparse-split-nz": CacheCase("sparse-split", rope_dim=16, kv_nz=True),
