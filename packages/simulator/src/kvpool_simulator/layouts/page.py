@@ -13,8 +13,8 @@ _HEAD = """\
 
 Every layout that vLLM-Ascend registers, as the simulator allocates it: one layer at real size, 128 tokens a block,
 bf16 unless said. NB is the number of blocks in a tensor. *Bytes* are those of one block of the layer, *buffers* the
-runs of memory that they are. *Since* is the first release of vLLM-Ascend in whose wheel the code that makes the layout was
-found, looking from 0.11.0 to 0.26.0rc1; — means in none of them (the rules of allocation allow it).
+runs of memory that they are. *Since* is the first release of vLLM-Ascend in whose wheel the code that makes the
+layout was found, looking from 0.11.0 to 0.26.0rc1; — means in none of them (the rules of allocation allow it).
 
 Each row's cases are golden vectors (`tests/conformance/vectors.json`) and go round, byte for byte, on the simulator
 and on real Mooncake: `nox -s conformance`. None has run on an NPU ([the runbook](npu.md)).

@@ -52,10 +52,6 @@ def runs(region: Region, view: View) -> int:
     return region.kernel_blocks if region.page_stride != view.component.kernel_bytes else 1
 
 
-def _mla(**more: torch.dtype) -> CacheSpec:
-    return families.mla(LAYER, BLOCK_SIZE, 512, 64, **more)
-
-
 _MAIN = families.mla_components(BLOCK_SIZE, 512, 64)
 _INDEXER = families.indexer_components(BLOCK_SIZE, 128)
 _C8 = families.indexer_components(BLOCK_SIZE, 128, c8=True)
@@ -74,13 +70,13 @@ ROWS = (
         families.gqa(LAYER, BLOCK_SIZE, 4, 192, v_head_dim=128),
         ("gqa-other-v-head-size",),
     ),
-    Row("mla", "MLA", "`(k_nope, k_pe)`", "0.11.0", _mla(), ("mla",)),
+    Row("mla", "MLA", "`(k_nope, k_pe)`", "0.11.0", families.mla(LAYER, BLOCK_SIZE, 512, 64), ("mla",)),
     Row(
         "mla-two-dtypes",
         "MLA, quantised latent",
         "`(k_nope, k_pe)` of two dtypes",
         "0.18.0",
-        _mla(dtype=torch.int8, rope_dtype=torch.bfloat16),
+        families.mla(LAYER, BLOCK_SIZE, 512, 64, dtype=torch.int8, rope_dtype=torch.bfloat16),
         ("mla-two-dtypes",),
         "The element size is each component's own.",
     ),
