@@ -52,6 +52,12 @@ class SimulatedDevice:
     def checksums(self, layout: ShardLayout, staging: Buffer) -> Checksums:
         return self._host.checksums(layout, staging)
 
+    def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
+        return self._host.read(staging, address, num_bytes)
+
+    def write(self, staging: Buffer, address: int, data: bytes) -> None:
+        self._host.write(staging, address, data)
+
 
 class SharedCopier:
     """A copier before and after whose copies others may go on."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool_conformance.cases import NAMED_CASES, Deployment
-from kvpool_conformance.suites.round_trip import fresh, load_all, moved
+from kvpool_conformance.suites.round_trip import fresh, load_all, moved, offered
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces
 from tests.conformance.vectors import groups
@@ -42,10 +42,11 @@ def blocks(node: LocalNode) -> dict[str, int]:
     return {name: count for name, count in node.counts().items() if "_blocks_" in name}
 
 
+@pytest.mark.parametrize("transfer", ["packed", "layerwise"])
 @pytest.mark.parametrize("integrity", ["off", "on"])
 @pytest.mark.parametrize("layout", NAMED_CASES)
-def test_a_right_store_is_not_accused(backend: Target, layout: str, integrity: str) -> None:
-    deployment = Deployment(NAMED_CASES[layout], integrity=integrity)
+def test_a_right_store_is_not_accused(backend: Target, layout: str, integrity: str, transfer: str) -> None:
+    deployment = offered(backend, Deployment(NAMED_CASES[layout], integrity=integrity, transfer=transfer))
     contents = {block_id: fresh() for block_id in (1, 7, 2)}
     with backend.open() as store, backend.node(deployment) as target:
         source = LocalNode(deployment, 0, store, audit_every=1)

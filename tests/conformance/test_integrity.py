@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvpool_conformance.cases import NAMED_CASES, Deployment
-from kvpool_conformance.suites.round_trip import fresh, load_all, moved, save_all
+from kvpool_conformance.suites.round_trip import fresh, load_all, moved, offered, save_all
 from tests.conformance.vectors import expected_pages, groups
 from tests.targets.target import Target
 
@@ -21,9 +21,10 @@ def flip(backend: Target, key: str, bit: int) -> None:
     backend.poke(key, bit // 8, bytes([value[bit // 8] ^ (1 << bit % 8)]))
 
 
+@pytest.mark.parametrize("transfer", ["packed", "layerwise"])
 @pytest.mark.parametrize("layout", NAMED_CASES)
-def test_a_flipped_bit_in_any_component_is_found(backend: Target, layout: str) -> None:
-    deployment = Deployment(NAMED_CASES[layout], integrity="on")
+def test_a_flipped_bit_in_any_component_is_found(backend: Target, layout: str, transfer: str) -> None:
+    deployment = offered(backend, Deployment(NAMED_CASES[layout], integrity="on", transfer=transfer))
     dice, one_group = random.Random(layout), len(groups(deployment)) == 1
     with backend.node(deployment) as source, backend.node(deployment) as target:
         first = fresh()
@@ -43,11 +44,30 @@ def test_a_flipped_bit_in_any_component_is_found(backend: Target, layout: str) -
             target.poison()
             assert target.load(contents) == {7}, f"bit {bit} of {8 * len(value)}"
             assert not target.mismatches({1: contents[1], 2: contents[2]})
-            # Of the other groups block 7 was loaded well.
-            assert not target.changed_outside([1, 2] if one_group else [1, 2, 7])
+            # Of the other groups block 7 was loaded well, and layer by layer the layers in front of the broken one.
+            untouched = one_group and transfer == "packed"
+            assert not target.changed_outside([1, 2] if untouched else [1, 2, 7])
             assert backend.peek(key) is None, "a broken object stays and is hit again"
             save_all(source, contents)
             load_all(target, moved(contents, (3, 5, 9)))
+
+
+@pytest.mark.parametrize("layout", NAMED_CASES)
+def test_layers_and_whole_blocks_make_the_same_objects_with_checksums(backend: Target, layout: str) -> None:
+    ways = [
+        offered(backend, Deployment(NAMED_CASES[layout], integrity="on", transfer=transfer))
+        for transfer in ("packed", "layerwise")
+    ]
+    with backend.node(ways[0]) as whole, backend.node(ways[1]) as layers:
+        for saving, loading in ((whole, layers), (layers, whole)):
+            contents = {1: fresh(), 7: fresh(), 2: fresh()}
+            save_all(saving, contents)
+            first = {content: backend.peek(backend.key(ways[0], 0, content)) for content in contents.values()}
+            load_all(loading, moved(contents, (3, 0, 5)))
+            for content in contents.values():
+                backend.lose(ways[0], 0, content)
+            save_all(loading, contents)
+            assert {content: backend.peek(backend.key(ways[0], 0, content)) for content in contents.values()} == first
 
 
 def test_sampling_compares_some_and_shares_with_all(backend: Target) -> None:

@@ -103,6 +103,12 @@ def test_checksums_notice_any_flipped_bit_and_name_its_component(ascend: Any) ->
                 memory[at] ^= 1 << bit
                 assert [checksums.differing(staging.address, i, trailers) for i in range(4)] == [[], [], [k], []]
                 memory[at] ^= 1 << bit
+    read = ascend.read(staging, trailers, 4 * 8 * len(sizes))
+    assert read == memory[trailers - staging.address :][: len(read)].numpy().tobytes()
+    ascend.write(staging, trailers, read[8:16])
+    assert checksums.differing(staging.address, 0, trailers) == [0]
+    ascend.write(staging, trailers, read[:8])
+    assert checksums.differing(staging.address, 0, trailers) == []
     swapped = memory[:8].clone()
     memory[:8], memory[8:16] = memory[8:16].clone(), swapped
     assert checksums.differing(staging.address, 0, trailers) == [0]

@@ -67,6 +67,19 @@ class AscendDevice:
         """See `kvpool_connector.contract.device.Device`."""
         return AscendChecksums(layout, staging)
 
+    def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
+        """See `kvpool_connector.contract.device.Device`."""
+        return _bytes_of(staging, address, num_bytes).cpu().numpy().tobytes()
+
+    def write(self, staging: Buffer, address: int, data: bytes) -> None:
+        """See `kvpool_connector.contract.device.Device`. A copy from pageable memory returns when it is done."""
+        _bytes_of(staging, address, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _bytes_of(staging: Buffer, address: int, num_bytes: int) -> torch.Tensor:
+    memory: torch.Tensor = staging.owner  # type: ignore[assignment]
+    return memory[address - staging.address :][:num_bytes]
+
 
 class AscendChecksums:
     """Sums of each component's 64-bit words, each word times its own odd number, modulo 2**64, made on the device.

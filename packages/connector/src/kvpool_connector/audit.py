@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvpool_connector.answers import statuses_of
@@ -48,9 +48,12 @@ class Audit:
         self._turns = itertools.count()
         self._loudness = Loudness()
 
-    def check(self, keys: Sequence[str], statuses: Sequence[Status], objects: int) -> list[Status]:
-        """What became of objects that were put from address `objects` on, by the store's `statuses`.
+    def check(
+        self, keys: Sequence[str], statuses: Sequence[Status], expect: Callable[[int, int], None]
+    ) -> list[Status]:
+        """What became of objects that were put, by the store's `statuses`.
 
+        `expect(i, target)` writes the checksums of what was handed over under `keys[i]` to address `target`.
         An object that the store took (`OK`) and does not have is a `MISS`; one whose bytes are others is removed, and
         `CORRUPT`.
         """
@@ -59,13 +62,17 @@ class Audit:
         wrong: list[tuple[str, str]] = []
         for i, status in enumerate(statuses):
             if status.ok and not next(self._turns) % self._every:
-                found[i], components = self._read_back(keys[i], objects + i * self._object_bytes)
+                found[i], components = self._read_back(keys[i], partial(expect, i))
                 if found[i] is Status.MISS:
                     lost.append(keys[i])
                 elif found[i] is Status.CORRUPT:
                     wrong.append((keys[i], components))
         self._tell(lost, wrong)
         return found
+
+    def checksum(self, objects: int, index: int, target: int) -> None:
+        """Write the checksums of object `index` of those at address `objects` to address `target`."""
+        self._checksums.write(objects + index * self._object_bytes, 1, target)
 
     def _tell(self, lost: Sequence[str], wrong: Sequence[tuple[str, str]]) -> None:
         if lost:
@@ -85,7 +92,7 @@ class Audit:
                 len(wrong),
             )
 
-    def _read_back(self, key: str, put: int) -> tuple[Status, str]:
+    def _read_back(self, key: str, expect: Callable[[int], None]) -> tuple[Status, str]:
         """What became of one object, and the names of its components that hold other bytes."""
         with self._staging.chunk(timeout_s=0) as read:
             if read is None:
@@ -104,7 +111,7 @@ class Audit:
             wrong: list[int] = []
             if status.ok:
                 expected = trailer + self._trailer_bytes
-                self._checksums.write(put, 1, expected)
+                expect(expected)
                 wrong = self._checksums.differing(read, 0, expected)
                 if not wrong:
                     self._counters.add("audit_blocks_ok")

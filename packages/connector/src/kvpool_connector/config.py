@@ -240,11 +240,6 @@ class PoolSettings(_Settings):
             ("integrity", self.integrity != "off", "off"),
             ("audit_every", self.audit_every > 0, 0),
         ):
-            if asked and self.use_layerwise:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r} is not supported with use_layerwise (yet); set {name} to "
-                    f"{json.dumps(none)}, or use_layerwise to false"
-                )
             if asked and self.transfer == "direct":
                 raise ValueError(
                     f'{name} = {getattr(self, name)!r} needs the staging area; set transfer to "packed" or "auto", or '

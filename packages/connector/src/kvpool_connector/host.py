@@ -52,6 +52,14 @@ class HostDevice:
         """See `kvpool_connector.contract.device.Device`; in host memory addresses are enough."""
         return HostChecksums(layout)
 
+    def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
+        """See `kvpool_connector.contract.device.Device`."""
+        return ctypes.string_at(address, num_bytes)
+
+    def write(self, staging: Buffer, address: int, data: bytes) -> None:
+        """See `kvpool_connector.contract.device.Device`."""
+        ctypes.memmove(address, data, len(data))
+
 
 class HostChecksums:
     """XXH3 of each component, which reads memory as fast as it can be read and lets other threads run meanwhile."""

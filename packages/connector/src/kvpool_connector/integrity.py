@@ -36,6 +36,16 @@ class Integrity:
         self._turns = itertools.count()
         self._loudness = Loudness()
 
+    def part(self, checksums: Checksums, layout: ShardLayout) -> Integrity:
+        """The checksums of some layers of the objects, by themselves: all that it is given are compared."""
+        part = Integrity(checksums, layout, sample_every=1)
+        part._loudness = self._loudness
+        return part
+
+    def sampled(self) -> bool:
+        """Whether the object that is loaded next is compared."""
+        return not next(self._turns) % self._sample_every
+
     def seal(self, objects: int, count: int, trailers: int) -> None:
         """Write the checksums of `count` objects at address `objects` to address `trailers`."""
         self._checksums.write(objects, count, trailers)
@@ -44,7 +54,7 @@ class Integrity:
         """Which of the `loaded` (indices into `keys` and into the objects) are not what was saved."""
         found = []
         for i in loaded:
-            if next(self._turns) % self._sample_every:
+            if not self.sampled():
                 continue
             if wrong := self._checksums.differing(objects, i, trailers):
                 found.append(i)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpool_connector.answers import statuses_of
 from kvpool_connector.contract.clock import Clock
@@ -35,6 +36,8 @@ class _Object:
     request_id: str
     key: str
     block_id: int
+    sums: bytes = b""
+    """The checksums that it carries; empty where it is not compared."""
     status: Status = Status.OK
 
 
@@ -123,6 +126,9 @@ class LayerLoader:
         self._told: set[str] = set()
         self._readers: Counter[str] = Counter()
         """Parts that read from a key's session. A client has one for all, and a load given up may end late."""
+        self._broken: set[str] = set()
+        """Keys whose objects are not what was saved. They are removed when the last reader is done: before that its
+        ranges would read what takes their place."""
         self._sessions = threading.Lock()
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-loader")
 
@@ -259,7 +265,12 @@ class LayerLoader:
         some = [one for one in part.objects if one.status.ok]
         if not some:
             return
-        statuses = self._transfer.load(piece, [one.key for one in some], [one.block_id for one in some], load)
+        statuses, broken = self._transfer.load(
+            piece, [one.key for one in some], [one.block_id for one in some], load, [one.sums for one in some]
+        )
+        if broken:
+            with self._sessions:
+                self._broken.update(broken)
         self._outage.note(statuses)
         for one, status in zip(some, statuses, strict=True):
             if not status.ok:
@@ -272,8 +283,9 @@ class LayerLoader:
             if part.begun_at is not None and now - part.begun_at < self._renew_s:
                 return
             some = [one for one in part.objects if one.status.ok]
+            first = part.begun_at is None
             with self._sessions:
-                if part.begun_at is None:
+                if first:
                     self._readers.update(one.key for one in part.objects)
                 statuses = statuses_of(self._store.begin_get, [one.key for one in some])
             part.begun_at = now
@@ -281,6 +293,18 @@ class LayerLoader:
             for one, status in zip(some, statuses, strict=True):
                 if not status.ok:
                     one.status = status
+            if first:
+                self._read_sums(part)
+
+    def _read_sums(self, part: _Part) -> None:
+        """What the layers of the objects that shall be compared are compared with."""
+        some = [one for one in part.objects if one.status.ok and self._transfer.sampled(part.shard)]
+        if not some:
+            return
+        statuses, sums = self._transfer.load_sums(part.shard, [one.key for one in some])
+        self._outage.note(statuses)
+        for one, status, found in zip(some, statuses, sums, strict=True):
+            one.status, one.sums = status, found
 
     def _end(self, keys: Sequence[str]) -> None:
         with self._sessions:
@@ -293,3 +317,7 @@ class LayerLoader:
             except Exception:
                 # A session that stays open holds a lease that runs out by itself.
                 logger.exception("event=store_raised call=end_get keys=%d", len(unread))
+            broken = [key for key in unread if key in self._broken]
+            self._broken.difference_update(broken)
+        # As long as it is there it is found again, and nobody puts a right one in its place.
+        statuses_of(partial(self._store.remove, force=True), broken)

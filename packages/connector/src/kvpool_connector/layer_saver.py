@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpool_connector.answers import statuses_of
+from kvpool_connector.audit import Audit
 from kvpool_connector.contract.clock import Clock
 from kvpool_connector.contract.device import Event
 from kvpool_connector.contract.status import Status
@@ -37,6 +39,8 @@ class _Object:
     block_id: int
     left: int
     """Ranges that are not in yet."""
+    sums: bytearray
+    """Its checksums, as far as its ranges are in; empty where none are made."""
     opened: bool = False
     """A session may be open in the store."""
     status: Status | None = None
@@ -100,9 +104,10 @@ class LayerSaver:
         max_queued_blocks: int,
         event_timeout_s: float,
         session_limit_s: float,
+        audits: Sequence[Audit | None],
         stored: StoredKeys | None = None,
     ) -> None:
-        """`object_bytes`: by shard. `session_limit_s` must lie below the store's discard time-out."""
+        """`object_bytes` and `audits`: by shard. `session_limit_s` must lie below the store's discard time-out."""
         self._transfer = transfer
         self._store = transfer.store
         self._plan = plan
@@ -113,6 +118,7 @@ class LayerSaver:
         self._clock = clock
         self._max_queued_blocks = max_queued_blocks
         self._event_timeout_s = event_timeout_s
+        self._audits = audits
         self._stored = stored
         self._session_limit_s = session_limit_s
         self._num_queued = 0
@@ -127,7 +133,7 @@ class LayerSaver:
             num_ranges = len(self._plan.ranges[save.shard])
             objects = by_shard.setdefault(save.shard, [])
             objects += [
-                _Object(key, block_id, num_ranges, span=save.span)
+                _Object(key, block_id, num_ranges, bytearray(self._transfer.sums_bytes[save.shard]), span=save.span)
                 for key, block_id in zip(save.keys, save.block_ids, strict=True)
             ]
         num_blocks = sum(map(len, by_shard.values()))
@@ -177,7 +183,8 @@ class LayerSaver:
             elif event:
                 for piece in self._plan.ranges[number]:
                     self._send(save, piece, event)
-        self._ended(save)
+        # Not here: ending the sessions asks the store, and this is the step's thread.
+        self._threads.submit(self._ended, save)
 
     def finish(self) -> bool:
         """Wait for what is under way (the transport bounds it) and end the threads; True when they have ended."""
@@ -241,6 +248,7 @@ class LayerSaver:
                 [one.block_id for one in some],
                 shard.ticket,
                 lambda: self._fresh(shard),
+                [one.sums for one in some],
             )
             with save.lock:
                 for one, status in zip(some, statuses, strict=True):
@@ -283,22 +291,27 @@ class LayerSaver:
                 return
         try:
             for index, shard in save.shards.items():
-                self._end(shard, self._object_bytes[index])
+                self._end(index, shard)
+        except Exception:
+            # Nobody asks this thread how it went; what was not ended is not visible.
+            logger.exception("event=layer_save_failed blocks=%d", save.num_blocks)
         finally:
-            for shard in save.shards.values():
-                shard.ticket.close()
             with self._lock:
                 self._num_queued -= save.num_blocks
             self._counters.add("save_queue_left", save.num_blocks)
             end_spans(save.saves)
+            # Last, since whoever drains waits for this.
+            for shard in save.shards.values():
+                shard.ticket.close()
 
-    def _end(self, shard: _Shard, object_bytes: int) -> None:
+    def _end(self, number: int, shard: _Shard) -> None:
         if shard.begun_at is not None and not self._fresh(shard):
             for one in shard.objects:
                 one.fault = one.fault or "stale"
         for one in shard.objects:
             if one.open and one.left:
                 one.fault = "incomplete"
+        self._seal(number, shard)
         whole = [one for one in shard.objects if one.open]
         for one, status in zip(whole, statuses_of(self._store.end_put, [one.key for one in whole]), strict=True):
             if status.ok or status.outage:
@@ -309,14 +322,32 @@ class LayerSaver:
         statuses_of(
             self._store.revoke_put, [one.key for one in shard.objects if one.opened and one.status is not Status.OK]
         )
+        if audit := self._audits[number]:
+            stored = [one for one in whole if one.status is Status.OK]
+            expect = partial(self._transfer.expect, [one.sums for one in stored])
+            found = audit.check([one.key for one in stored], [Status.OK] * len(stored), expect)
+            for one, status in zip(stored, found, strict=True):
+                one.status = status
         ended = [one.status for one in shard.objects if one.status]
         if self._stored is not None:
             # Of a key that is there when a session begins another writer may be in the middle, and give it up.
-            stored = [one.key for one in shard.objects if one.status is Status.OK]
-            self._stored.note(stored, [Status.OK] * len(stored))
+            keys = [one.key for one in shard.objects if one.status is Status.OK]
+            self._stored.note(keys, [Status.OK] * len(keys))
         for one in shard.objects:
             if one.span is not None:
                 one.span.count([one.status])
-        count_saved(ended, object_bytes, self._outage, self._counters)
+        count_saved(ended, self._object_bytes[number], self._outage, self._counters)
         for fault, count in Counter(one.fault for one in shard.objects if one.fault and not one.status).items():
             self._counters.add(f"save_blocks_dropped_{fault}", count)
+
+    def _seal(self, number: int, shard: _Shard) -> None:
+        """Write the checksums of the objects that are whole."""
+        whole = [one for one in shard.objects if one.open]
+        statuses = self._transfer.seal(
+            number, [one.key for one in whole], [one.sums for one in whole], lambda: self._fresh(shard)
+        )
+        for one, status in zip(whole, statuses, strict=True):
+            if status is None:
+                one.fault = "stale" if not self._fresh(shard) else "incomplete"
+            elif not status.ok:
+                one.status = status

@@ -147,7 +147,7 @@ class PackedTransfer:
         wanted = [key for key, leave in zip(keys, granted, strict=True) if leave]
         statuses = statuses_of(self._store.put, wanted, *self._objects(chunk, len(wanted)))
         if self._audit:
-            statuses = self._audit.check(wanted, statuses, chunk)
+            statuses = self._audit.check(wanted, statuses, partial(self._audit.checksum, chunk))
         return spread(granted, statuses)
 
     def _load_chunk(self, keys: Sequence[str], ids: Sequence[int], hold: Hold, chunk: int) -> list[Status]:

@@ -111,6 +111,8 @@ class PoolWorker:
         self._report = LoadReport()
         self._lookup_server: LookupServer | None = None
         self._staging: Staging | None = None
+        self._integrity: list[Integrity | None] = []
+        self._audits: list[Audit | None] = []
 
     def serve_lookups(self, path: Path) -> None:
         """Answer the scheduler side's lookups at a local socket, where it has no store client of its own."""
@@ -156,7 +158,7 @@ class PoolWorker:
         )
         self._loader = Loader(transfers, self._outage, self.counters, self._clock, settings.load_timeout_s)
         if settings.use_layerwise:
-            self._go_by_layers(layouts, kv_caches)
+            self._go_by_layers(layouts, kv_caches, [transfer.stored_bytes for transfer in transfers])
         return announced
 
     def _describe(self, epoch: int) -> None:
@@ -184,7 +186,9 @@ class PoolWorker:
         parts = [split_heads(layout, topology.heads(self._rank).count, per_shard) for layout in layouts]
         return [part for of_group in parts for part in of_group], heads * len(layouts)
 
-    def _go_by_layers(self, layouts: Sequence[ShardLayout], kv_caches: Mapping[str, Any]) -> None:
+    def _go_by_layers(
+        self, layouts: Sequence[ShardLayout], kv_caches: Mapping[str, Any], object_bytes: Sequence[int]
+    ) -> None:
         settings, store = self._settings, self._store
         if not isinstance(store, SessionStore):
             raise ConfigError(
@@ -194,8 +198,16 @@ class PoolWorker:
         assert self._staging is not None, "layers pass through staging"
         self._layer_plan = plan = LayerPlan(layouts, settings.layerwise_layers_per_transfer)
         limit = settings.load_timeout_s
-        transfer = LayerTransfer(store, self._device, plan, kv_caches, self._staging, limit)
-        object_bytes = [layout.object_bytes for layout in layouts]
+        transfer = LayerTransfer(
+            store,
+            self._device,
+            plan,
+            kv_caches,
+            self._staging,
+            limit,
+            self._integrity,
+            [audit is not None for audit in self._audits],
+        )
         self._layer_saver = LayerSaver(
             transfer,
             plan,
@@ -207,6 +219,7 @@ class PoolWorker:
             settings.max_queued_blocks,
             EVENT_TIMEOUT_S,
             settings.layerwise_session_limit_s,
+            self._audits,
             self._stored,
         )
         self._layer_loader = LayerLoader(
@@ -242,6 +255,7 @@ class PoolWorker:
                         f"the store did not register the KV cache at {region.address:#x} ({region.num_bytes} bytes): "
                         f"{status}; check the device's limits for registered memory"
                     )
+            self._integrity, self._audits = [None] * len(layouts), [None] * len(layouts)
             return [DirectTransfer(self._store, layout) for layout in layouts], ""
         staging = self._staging
         assert staging is not None
@@ -257,6 +271,8 @@ class PoolWorker:
                 if every:
                     trailer = integrity.trailer_bytes if integrity else 0
                     audit = Audit(self._store, checksums, shard_layout, staging, trailer, every, self.counters)
+            self._integrity.append(integrity)
+            self._audits.append(audit)
             limit = self._settings.load_timeout_s
             packed.append(PackedTransfer(self._store, shard_layout, copier, staging, limit, integrity, audit))
         return packed, algorithm
@@ -421,6 +437,11 @@ class PoolWorker:
         if self._saver is None or self._loader is None:
             self._store.close()
             return
+        if self._layer_save is not None and self._layer_saver is not None:
+            # In the middle of a step: nothing of it appears.
+            self._layer_saver.close(self._layer_save, None)
+            self._layer_save = None
+        self._end_layer_load()
         drained = self.drain(self._settings.drain_timeout_s)
         if not drained:
             logger.warning("event=drain_incomplete limit_s=%g", self._settings.drain_timeout_s)

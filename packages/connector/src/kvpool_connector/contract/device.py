@@ -77,3 +77,11 @@ class Device(Protocol):
     def checksums(self, layout: ShardLayout, staging: Buffer) -> Checksums:
         """Checksums of objects inside `staging`."""
         ...
+
+    def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
+        """A few bytes of `staging`, checksums for example."""
+        ...
+
+    def write(self, staging: Buffer, address: int, data: bytes) -> None:
+        """Put a few bytes into `staging`. Returns when they are there."""
+        ...
