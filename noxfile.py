@@ -29,6 +29,7 @@ UNIT_TESTS = (
     "packages/simulator/tests",
     "packages/conformance/tests",
     "tests/vllm_versions",
+    "tests/npu",
     "ci/tests",
 )
 DEV_TOOLS = (

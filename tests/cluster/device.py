@@ -37,6 +37,9 @@ class SimulatedDevice:
         self._record = record
         self._faults = faults
 
+    def bind_thread(self) -> None:
+        self._host.bind_thread()
+
     def record_event(self) -> Any:
         event = self._record()
         if self._faults.strikes("device_late"):

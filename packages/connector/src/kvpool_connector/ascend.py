@@ -1,7 +1,9 @@
 """KV cache on an Ascend NPU. The only file that imports torch_npu.
 
-Written against torch-npu 2.9 to 2.14, whose names it uses are `torch.npu.{Event, Stream, stream, set_device,
-current_stream}`. It has not run on an NPU yet: see docs/npu.md.
+Written against torch-npu 2.9 to 2.14. All of it runs on the stand-in `kvpool_simulator.npu`, none of it has run on an
+NPU yet: see docs/npu.md.
+
+A thread has a device of its own and inherits none, so whoever uses the device selects it first.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 import torch_npu  # noqa: F401  (its import makes torch.npu)
 
 from kvpool_connector.contract.device import CHECKSUM_BYTES, Buffer
-from kvpool_connector.contract.errors import LayoutError
+from kvpool_connector.contract.errors import ConfigError, LayoutError
 from kvpool_connector.contract.layout import ShardLayout
 
 POLL_S = 0.0005
@@ -44,9 +46,21 @@ class AscendDevice:
     """One NPU of this process."""
 
     def __init__(self, index: int) -> None:
-        """`index`: local rank."""
+        """`index`: local rank. Raises `ConfigError` where this process sees no such device."""
+        if not 0 <= index < npu.device_count():
+            raise ConfigError(
+                f"local rank {index} has no NPU: this process sees {npu.device_count()}; check "
+                "ASCEND_RT_VISIBLE_DEVICES, and that no more workers run on this node than it has NPUs"
+            )
+        self._index = index
         self._name = f"npu:{index}"
-        npu.set_device(index)
+        self.bind_thread()
+        # What is read and written here must not wait for the engine's work on the default stream.
+        self._stream = npu.Stream()
+
+    def bind_thread(self) -> None:
+        """See `kvpool_connector.contract.device.Device`."""
+        npu.set_device(self._index)
 
     def record_event(self) -> AscendEvent:
         """See `kvpool_connector.contract.device.Device`."""
@@ -61,19 +75,24 @@ class AscendDevice:
 
     def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> AscendCopier:
         """See `kvpool_connector.contract.device.Device`."""
-        return AscendCopier(layout, kv_caches, staging)
+        return AscendCopier(self._index, layout, kv_caches, staging)
 
     def checksums(self, layout: ShardLayout, staging: Buffer) -> AscendChecksums:
         """See `kvpool_connector.contract.device.Device`."""
-        return AscendChecksums(layout, staging)
+        return AscendChecksums(self._index, layout, staging)
 
     def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
         """See `kvpool_connector.contract.device.Device`."""
-        return _bytes_of(staging, address, num_bytes).cpu().numpy().tobytes()
+        self.bind_thread()
+        with npu.stream(self._stream):
+            return _bytes_of(staging, address, num_bytes).cpu().numpy().tobytes()
 
     def write(self, staging: Buffer, address: int, data: bytes) -> None:
-        """See `kvpool_connector.contract.device.Device`. A copy from pageable memory returns when it is done."""
-        _bytes_of(staging, address, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        """See `kvpool_connector.contract.device.Device`."""
+        self.bind_thread()
+        with npu.stream(self._stream):
+            _bytes_of(staging, address, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            self._stream.synchronize()
 
 
 def _bytes_of(staging: Buffer, address: int, num_bytes: int) -> torch.Tensor:
@@ -89,17 +108,21 @@ class AscendChecksums:
 
     algorithm = "sum-64"
 
-    def __init__(self, layout: ShardLayout, staging: Buffer) -> None:
+    def __init__(self, index: int, layout: ShardLayout, staging: Buffer) -> None:
+        self._index = index
         self._object_bytes = layout.object_bytes
         self._sizes = [component.page_bytes for component in layout.components]
         self._staging = staging
         self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
         self._stream = npu.Stream()
         words = -(-max(self._sizes) // CHECKSUM_BYTES)
-        self._factors = torch.arange(words, dtype=torch.int64, device=self._memory.device) * 2 + 1
+        # On the stream that reads them: nothing else orders their making before.
+        with npu.stream(self._stream):
+            self._factors = torch.arange(words, dtype=torch.int64, device=self._memory.device) * 2 + 1
 
     def write(self, address: int, count: int, target: int) -> None:
         """See `kvpool_connector.contract.device.Checksums`."""
+        npu.set_device(self._index)
         with npu.stream(self._stream):
             for i in range(count):
                 self._stored(i, target).copy_(self._sums(address, i).view(torch.uint8))
@@ -107,6 +130,7 @@ class AscendChecksums:
 
     def differing(self, address: int, index: int, target: int) -> list[int]:
         """See `kvpool_connector.contract.device.Checksums`."""
+        npu.set_device(self._index)
         with npu.stream(self._stream):
             stored = self._stored(index, target).clone().view(torch.int64)
             found: list[int] = torch.nonzero(stored != self._sums(address, index)).flatten().tolist()
@@ -132,7 +156,8 @@ class AscendChecksums:
 class AscendCopier:
     """Copies on a stream of its own, a component of all blocks at a time."""
 
-    def __init__(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> None:
+    def __init__(self, index: int, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> None:
+        self._index = index
         self._object_bytes = layout.object_bytes
         self._staging = staging
         self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
@@ -141,6 +166,7 @@ class AscendCopier:
 
     def gather(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
+        npu.set_device(self._index)
         with npu.stream(self._stream):
             ids, objects = self._tensors(block_ids, address)
             for part, pages in self._pages:
@@ -149,6 +175,7 @@ class AscendCopier:
 
     def scatter(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
+        npu.set_device(self._index)
         with npu.stream(self._stream):
             ids, objects = self._tensors(block_ids, address)
             for part, pages in self._pages:

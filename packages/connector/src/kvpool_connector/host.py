@@ -34,6 +34,9 @@ class Landed:
 class HostDevice:
     """Host memory, as vLLM on a CPU and the simulator have it."""
 
+    def bind_thread(self) -> None:
+        """Nothing: any thread may use the host's memory."""
+
     def record_event(self) -> Landed:
         """An event that has already happened."""
         return Landed()

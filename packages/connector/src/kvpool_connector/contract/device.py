@@ -62,6 +62,10 @@ class Checksums(Protocol):
 class Device(Protocol):
     """Memory, order and copies of one device."""
 
+    def bind_thread(self) -> None:
+        """Let the calling thread use the device. Cheap, and may be called again. Its copiers do so themselves."""
+        ...
+
     def record_event(self) -> Event:
         """An event after all work that was queued until now."""
         ...
