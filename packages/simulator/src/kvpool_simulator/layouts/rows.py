@@ -60,7 +60,12 @@ _STATES = hybrids.state_components((3, 1024), (8, 64, 64))
 
 ROWS = (
     Row(
-        "gqa", "GQA, MHA", "`(k, v)`", "0.11.0", families.gqa(LAYER, BLOCK_SIZE, 8, 128), ("gqa", "mha", "gqa-float32")
+        "gqa",
+        "GQA, MHA",
+        "`(k, v)`",
+        "0.11.0",
+        families.gqa(LAYER, BLOCK_SIZE, 8, 128),
+        ("gqa", "mha", "gqa-float32", "shared-layer"),
     ),
     Row(
         "gqa-other-v-head-size",
@@ -70,7 +75,7 @@ ROWS = (
         families.gqa(LAYER, BLOCK_SIZE, 4, 192, v_head_dim=128),
         ("gqa-other-v-head-size",),
     ),
-    Row("mla", "MLA", "`(k_nope, k_pe)`", "0.11.0", families.mla(LAYER, BLOCK_SIZE, 512, 64), ("mla",)),
+    Row("mla", "MLA", "`(k_nope, k_pe)`", "0.11.0", families.mla(LAYER, BLOCK_SIZE, 512, 64), ("mla", "one-storage")),
     Row(
         "mla-two-dtypes",
         "MLA, quantised latent",
@@ -180,7 +185,7 @@ ROWS = (
     Row(
         "kernel-blocks",
         "Kernel blocks smaller than the manager's (here four)",
-        "`(k, v)` with 4 x NB pages",
+        "any, here `(k, v)`, with 4 x NB pages",
         "0.11.0",
         variants.in_kernel_blocks(families.gqa(LAYER, BLOCK_SIZE, 8, 128), 4),
         ("kernel-blocks",),
@@ -189,9 +194,9 @@ ROWS = (
     Row(
         "padded-kernel-blocks",
         "Kernel blocks in padded pages",
-        "`(k, v)` with 2 x NB strided pages",
+        "any, here split sparse attention, with 2 x NB strided pages",
         "—",
-        variants.padded(variants.in_kernel_blocks(families.gqa(LAYER, BLOCK_SIZE, 8, 128), 2), 4096),
+        variants.padded(variants.in_kernel_blocks(families.sparse_split(LAYER, _MAIN, _INDEXER), 2), 4096),
         ("padded-kernel-blocks",),
         "One buffer a kernel block.",
     ),
