@@ -12,6 +12,7 @@ from pathlib import Path
 
 EDGES = {
     "vllm": "kvpool_connector/vllm.py",
+    "vllm_ascend": "kvpool_connector/vllm.py",
     "mooncake": "kvpool_connector/mooncake.py",
     "torch_npu": "kvpool_connector/ascend.py",
 }

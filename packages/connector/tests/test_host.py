@@ -7,9 +7,9 @@ import pytest
 from stores import DictStore
 
 from kvpool_connector import host
-from kvpool_connector.contract.layout import Component, Layer, ShardLayout
+from kvpool_connector.contract.layout import REGION_ALIGNMENT, Component, Layer, ShardLayout
 from kvpool_connector.host import HostDevice
-from kvpool_connector.staging import ALIGNMENT, Staging
+from kvpool_connector.staging import Staging
 
 NUM_BLOCKS, PAGES, GAP = 12, (24, 40), 8
 
@@ -29,7 +29,7 @@ def test_blocks_are_copied_whole_and_nothing_else(
     )
     layout = ShardLayout(0, 1, NUM_BLOCKS, (Layer("0", ("0",), components),))
     device = HostDevice()
-    staging = device.allocate(len(ids) * sum(PAGES), ALIGNMENT)
+    staging = device.allocate(len(ids) * sum(PAGES), REGION_ALIGNMENT)
     copier = device.copier(layout, {}, staging)
 
     copier.gather(ids, staging.address)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpool_connector.contract.errors import LayoutError
-from kvpool_connector.contract.layout import Region, ShardLayout
+from kvpool_connector.contract.layout import REGION_ALIGNMENT, Region, ShardLayout
 from kvpool_connector.planner import Planner
 from kvpool_connector.registration import GroupSpec, merged, read_layouts
 
@@ -80,6 +80,17 @@ def test_one_storage_is_one_region() -> None:
     layout = read(views)
     (region,) = layout.regions
     assert (region.address, region.num_bytes) == (raw.data_ptr(), raw.numel() * 4)
+
+
+def test_a_region_starts_on_two_mib_where_its_storage_reaches_so_far_back() -> None:
+    """A hybrid's first attention page lies somewhere inside a raw tensor that starts on 2 MiB."""
+    raw = torch.zeros(5 << 20, dtype=torch.uint8)
+    aligned = -raw.data_ptr() % REGION_ALIGNMENT
+    for offset, start in ((aligned + 4096, aligned), (aligned, aligned), (512, 512 if aligned > 512 else aligned)):
+        page = raw[offset : offset + 2048].view(4, 16, 1, 32)
+        (region,) = read({NAME: page}).regions
+        assert region.address == raw.data_ptr() + start
+        assert region.address + region.num_bytes == page.data_ptr() + 2048
 
 
 def test_a34_padded_stride_and_kernel_blocks() -> None:

@@ -103,6 +103,9 @@ class StoreSettings(_Settings):
     """Mooncake's tenant; of effect on a master that was started with tenants."""
     enable_ssd_offload: Literal[False] = False
     ssd_offload_path: str = ""
+    fabric_memory: bool = False
+    """Whether device and host memory are one address space (Atlas A3), as `ASCEND_ENABLE_USE_FABRIC_MEM=1` tells
+    Mooncake too: then nothing is registered, and Mooncake has no buffer of its own."""
 
     @field_validator("global_segment_size")
     @classmethod
@@ -113,6 +116,15 @@ class StoreSettings(_Settings):
                 f"{MIN_SEGMENT_BYTES} (16 MiB)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _fabric_memory_is_given_in_gib(self) -> Self:
+        if self.fabric_memory and self.global_segment_size % GIB:
+            raise ValueError(
+                f"global_segment_size = {self.global_segment_size} with ASCEND_ENABLE_USE_FABRIC_MEM=1: fabric memory "
+                f"is given in whole GiB; set global_segment_size to {-(-self.global_segment_size // GIB)}GB"
+            )
+        return self
 
     @field_validator("master_server_address")
     @classmethod
@@ -150,6 +162,13 @@ class StoreSettings(_Settings):
                 "no master is named: set MOONCAKE_CONFIG_PATH to a mooncake.json with master_server_address, or "
                 "MOONCAKE_MASTER to host:port"
             )
+        if "fabric_memory" in values:
+            raise ConfigError(
+                f"{path}: fabric_memory is no key of this file; Mooncake reads it from the environment: set "
+                "ASCEND_ENABLE_USE_FABRIC_MEM=1"
+            )
+        if environ.get("ASCEND_ENABLE_USE_FABRIC_MEM") == "1" and values.get("protocol", "ascend") == "ascend":
+            values["fabric_memory"] = True
         return parse(cls, values, path or "the environment")
 
 

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from kvpool_connector.config import DEFAULT_TENANT, PoolSettings, StoreSettings
 from kvpool_connector.contract.errors import StoreClosedError, StoreSetupError
+from kvpool_connector.contract.layout import REGION_ALIGNMENT, Region
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces
+
+logger = logging.getLogger(__name__)
 
 DEBIAN_PACKAGES = "libibverbs1 librdmacm1 libnuma1 liburing2"
 
@@ -53,6 +58,41 @@ TRANSPORT_LIMITS: dict[str, str] = {
 """Bounds of Mooncake's own waits (30 to 90 s by default), set before it is imported unless the user set them."""
 
 
+MAX_CACHE_REGIONS = 256 - 8
+"""Of the 256 regions that a process may register with the protocol `ascend` (vLLM-Ascend, `kv_transfer/utils/utils.py`)
+eight are kept for the segment, the staging area, values on the host, and other connectors."""
+
+
+class SharedEngine(Protocol):
+    """The one transfer engine of a process, which vLLM-Ascend's own connectors use too (its `global_te`)."""
+
+    def get_transfer_engine(self, hostname: str, device_name: str | None) -> Any:
+        """The engine, made by whoever asks first."""
+        ...
+
+    def register_buffer(self, ptrs: list[int], sizes: list[int]) -> None:
+        """Register the KV cache, unless somebody has. Raises `RuntimeError`."""
+        ...
+
+
+def memory_to_lock(settings: StoreSettings) -> int:
+    """Bytes of host memory that the transport locks in place for this process."""
+    if settings.protocol == "tcp" or settings.fabric_memory:
+        return 0
+    return settings.global_segment_size + settings.local_buffer_size
+
+
+def locked_memory_shortage(settings: StoreSettings) -> str:
+    """In words how far the limit on locked memory lies below what the transport locks; empty where it does not."""
+    needed, limit = memory_to_lock(settings), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return ""
+    return (
+        f"the limit on locked memory is {limit} bytes, and {needed} are to be registered (global_segment_size + "
+        "local_buffer_size); raise it: `ulimit -l unlimited`, in containers `--ulimit memlock=-1`"
+    )
+
+
 def import_mooncake() -> Any:
     """The module `mooncake.store`. Raises `StoreSetupError` with the remedy where it cannot be had."""
     for name, value in TRANSPORT_LIMITS.items():
@@ -74,11 +114,19 @@ class MooncakeStore:
         settings: StoreSettings,
         pool: PoolSettings | None = None,
         module: Any = None,
+        bind_thread: Callable[[], None] = lambda: None,
+        engine: SharedEngine | None = None,
     ) -> None:
-        """`module` is for drop-ins of `mooncake.store`; by default Mooncake's own."""
+        """`module` is for drop-ins of `mooncake.store`; by default Mooncake's own.
+
+        `bind_thread` lets the calling thread use the device, without which protocol `ascend` cannot copy; it is called
+        in every thread that calls. `engine`: the process's, where there is one; by default Mooncake makes its own.
+        """
         self._settings = settings
         self._pool = pool or PoolSettings()
         self._module = module
+        self._bind_thread = bind_thread
+        self._engine = None if settings.fabric_memory else engine
         self._client: Any = None
         self._placement: Any = None
         self._pinned: Any = None
@@ -93,27 +141,28 @@ class MooncakeStore:
         client = module.MooncakeDistributedStore()
         if self._module is None:
             self._probe_master(limit)
-        outcome: list[int] = []
-        arguments = (
-            settings.local_hostname or self._own_address(),
-            settings.metadata_server,
-            settings.global_segment_size,
-            settings.local_buffer_size,
-            settings.protocol,
-            settings.device_name,
-            settings.master_server_address,
-        )
-        # Only for those who have one: it is younger than the other arguments.
-        tenant = {} if settings.tenant_id == DEFAULT_TENANT else {"tenant_id": settings.tenant_id}
-        thread = threading.Thread(target=lambda: outcome.append(client.setup(*arguments, **tenant)), daemon=True)
+        shortage = locked_memory_shortage(settings)
+        if shortage:
+            logger.warning("event=locked_memory: %s", shortage)
+        host = settings.local_hostname or self._own_address()
+        outcome: list[object] = []
+
+        def set_up() -> None:
+            try:
+                self._bind_thread()
+                outcome.append(self._set_up(client, host))
+            except Exception as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=set_up, name="kvpool-setup", daemon=True)
         thread.start()
         thread.join(limit)
         if outcome != [0]:
-            found = f"returned {outcome[0]}" if outcome else f"did not return within {limit:g} s"
+            found = f"returned {outcome[0]!r}" if outcome else f"did not return within {limit:g} s"
             raise StoreSetupError(
                 f"Mooncake's setup {found} (master {settings.master_server_address}, protocol {settings.protocol!r}, "
                 f"segment {settings.global_segment_size} bytes). Check that the master runs, that this build of "
-                "Mooncake has the protocol, and that the machine has the memory"
+                f"Mooncake has the protocol, and that the machine has the memory{shortage and '; ' + shortage}"
             )
         self._client = client
         self._placement = module.ReplicateConfig()
@@ -122,6 +171,27 @@ class MooncakeStore:
         self._pinned.with_hard_pin = True
         if settings.preferred_segment and settings.global_segment_size:
             self._placement.preferred_segment = client.get_hostname()
+
+    def _set_up(self, client: Any, host: str) -> int:
+        """Mooncake's code; 0 is well."""
+        settings = self._settings
+        # Only for those who have one: it is younger than the other arguments.
+        more = {} if settings.tenant_id == DEFAULT_TENANT else {"tenant_id": settings.tenant_id}
+        if self._engine is not None:
+            engine = self._engine.get_transfer_engine(host, device_name=None)
+            host = f"{host}:{engine.get_rpc_port()}"
+            more["engine"] = engine.get_engine()
+        code: int = client.setup(
+            host,
+            settings.metadata_server,
+            settings.global_segment_size,
+            0 if settings.fabric_memory else settings.local_buffer_size,
+            settings.protocol,
+            settings.device_name,
+            settings.master_server_address,
+            **more,
+        )
+        return code
 
     def _own_address(self) -> str:
         """The address of this machine on the way to the master: where other clients of that master reach it too."""
@@ -152,12 +222,28 @@ class MooncakeStore:
             ) from error
 
     def register(self, address: int, num_bytes: int) -> Status:
-        """See `kvpool_connector.contract.store.Store`."""
-        return _status(self._open().register_buffer(address, num_bytes))
+        """See `kvpool_connector.contract.store.Store`. Fabric memory needs no registration."""
+        client = self._open()
+        return Status.OK if self._settings.fabric_memory else _status(client.register_buffer(address, num_bytes))
 
     def unregister(self, address: int) -> Status:
         """See `kvpool_connector.contract.store.Store`."""
-        return _status(self._open().unregister_buffer(address))
+        client = self._open()
+        return Status.OK if self._settings.fabric_memory else _status(client.unregister_buffer(address))
+
+    def register_shared(self, regions: Sequence[Region]) -> bool:
+        """See `kvpool_connector.contract.store.CacheStore`."""
+        self._open()
+        if self._settings.protocol == "ascend" and not self._settings.fabric_memory:
+            _check_regions(regions)
+        if self._engine is None:
+            return False
+        try:
+            # Whoever comes first registers the cache for all connectors; a second time would fail.
+            self._engine.register_buffer([r.address for r in regions], [r.num_bytes for r in regions])
+        except RuntimeError as error:
+            raise StoreSetupError(f"the shared transfer engine did not register the KV cache: {error}") from error
+        return True
 
     def exist(self, keys: Sequence[str]) -> list[Status]:
         """See `kvpool_connector.contract.store.Store`."""
@@ -260,9 +346,11 @@ class MooncakeStore:
         """See `kvpool_connector.contract.store.Store`. No other call may be under way: Mooncake would crash."""
         client, self._client = self._client, None
         if client is not None:
+            self._bind_thread()
             client.close()
 
     def _open(self) -> Any:
+        self._bind_thread()
         if self._client is None:
             raise StoreClosedError(
                 "the Mooncake client is not connected; call connect() first, and nothing after close()"
@@ -300,6 +388,21 @@ class MooncakeStore:
             seen.add(key)
         if len(keys) > start:
             yield slice(start, len(keys))
+
+
+def _check_regions(regions: Sequence[Region]) -> None:
+    """Raises `StoreSetupError` for regions that the protocol `ascend` would not take."""
+    if len(regions) > MAX_CACHE_REGIONS:
+        raise StoreSetupError(
+            f"the KV cache lies in {len(regions)} regions of memory; protocol 'ascend' takes at most "
+            f'{MAX_CACHE_REGIONS}. Set transfer to "packed", which registers the staging area alone'
+        )
+    for region in regions:
+        if region.address % REGION_ALIGNMENT:
+            raise StoreSetupError(
+                f"a region of the KV cache starts at {region.address:#x}; with protocol 'ascend' it has to start on a "
+                'multiple of 2 MiB. Set transfer to "packed"; staging memory is aligned'
+            )
 
 
 def _totals(sizes: Pieces) -> list[int]:

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any, Protocol
 
 from kvpool_connector.contract.errors import LayoutError
-from kvpool_connector.contract.layout import Component, Layer, Region, ShardLayout
+from kvpool_connector.contract.layout import REGION_ALIGNMENT, Component, Layer, Region, ShardLayout
 
 COMPONENT_NAMES: dict[str, dict[int, tuple[str, ...]]] = {
     "attention": {
@@ -325,11 +325,14 @@ def _refuse_overlaps(views: Sequence[_View]) -> None:
 
 
 def _regions(views: Iterable[_View]) -> tuple[Region, ...]:
-    """One region a storage, however many layers lie in it."""
+    """One region a storage, however many layers lie in it, from a multiple of 2 MiB where the storage has one."""
     spans: dict[int, tuple[int, int]] = {}
     for view in views:
-        start, end = spans.get(view.storage, (view.component.base_address, view.end))
-        spans[view.storage] = (min(start, view.component.base_address), max(end, view.end))
+        rounded = view.component.base_address // REGION_ALIGNMENT * REGION_ALIGNMENT
+        # What lies before the storage is another's.
+        first = rounded if rounded >= view.storage else view.component.base_address
+        start, end = spans.get(view.storage, (first, view.end))
+        spans[view.storage] = (min(start, first), max(end, view.end))
     return tuple(Region(start, end - start) for start, end in sorted(spans.values()))
 
 

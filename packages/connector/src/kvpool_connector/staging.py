@@ -8,10 +8,9 @@ from contextlib import contextmanager
 
 from kvpool_connector.contract.device import Device
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
+from kvpool_connector.contract.layout import REGION_ALIGNMENT
 from kvpool_connector.contract.store import Store
 
-ALIGNMENT = 2 << 20
-"""Ascend's transport wants regions that start on 2 MiB."""
 MIN_CHUNKS = 3
 """Two loads and one save at the same time."""
 
@@ -32,7 +31,7 @@ class Staging:
                 f"staging_bytes = {num_bytes} is too small: an object of this layout has {max_object_bytes} bytes and "
                 f"{num_chunks} must fit; set staging_bytes to at least {num_chunks * max_object_bytes}"
             )
-        self.buffer = device.allocate(num_chunks * self.chunk_bytes, ALIGNMENT)
+        self.buffer = device.allocate(num_chunks * self.chunk_bytes, REGION_ALIGNMENT)
         status = store.register(self.buffer.address, self.buffer.num_bytes)
         if not status.ok:
             raise StoreSetupError(

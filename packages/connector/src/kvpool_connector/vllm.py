@@ -52,7 +52,7 @@ from kvpool_connector.local_socket import LocalServer
 from kvpool_connector.lookup import Lookup, StoreLookup
 from kvpool_connector.lookup_socket import SocketLookup, socket_path
 from kvpool_connector.metadata import LoadReport, StepMetadata
-from kvpool_connector.mooncake import MooncakeStore
+from kvpool_connector.mooncake import MooncakeStore, SharedEngine
 from kvpool_connector.outage import Outage
 from kvpool_connector.scheduler import PoolScheduler
 from kvpool_connector.stats import FAMILIES, labelled
@@ -207,8 +207,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = self._make_scheduler(store)
 
     def _make_worker(self, store_settings: StoreSettings) -> PoolWorker:
-        store = MooncakeStore(store_settings, self._settings)
         device = this_device()
+        engine = shared_engine(store_settings)
+        store = MooncakeStore(store_settings, self._settings, bind_thread=device.bind_thread, engine=engine)
         store.connect()
         model = model_of(self._vllm_config, self._settings)
         rank = this_rank()
@@ -573,6 +574,23 @@ def this_device() -> Device:
 
         return AscendDevice(get_world_group().local_rank)
     raise ConfigError(f"device type {kind!r} is not supported; expected 'npu' or 'cpu'")
+
+
+def shared_engine(settings: StoreSettings) -> SharedEngine | None:
+    """The transfer engine that vLLM-Ascend's connectors in this process share; None where there is none to share."""
+    if settings.protocol != "ascend" or settings.fabric_memory:
+        return None
+    try:
+        from vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine import global_te
+    except ImportError as error:
+        logger.warning(
+            "event=own_transfer_engine error=%s: this vLLM-Ascend has no transfer engine to share, so Mooncake makes "
+            "another; beside a second connector with Mooncake it may find no room on the device",
+            error,
+        )
+        return None
+    engine: SharedEngine = global_te
+    return engine
 
 
 def order_of_axes() -> str:

@@ -22,9 +22,9 @@ from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
 from kvpool_connector.contract.device import CHECKSUM_BYTES, Device, Event
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
-from kvpool_connector.contract.layout import ShardLayout
+from kvpool_connector.contract.layout import Region, ShardLayout
 from kvpool_connector.contract.shards import RankShards, Shard
-from kvpool_connector.contract.store import SessionStore, Store
+from kvpool_connector.contract.store import CacheStore, SessionStore, Store
 from kvpool_connector.contract.topology import HeadRange, Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import newest_epoch
@@ -249,12 +249,7 @@ class PoolWorker:
                         f"{layout.num_pieces} pieces of a block are moved at once, more than "
                         f'max_buffers_per_call = {self._settings.max_buffers_per_call}; set transfer to "packed"'
                     )
-            for region in merged(region for layout in layouts for region in layout.regions):
-                if not (status := self._store.register(region.address, region.num_bytes)).ok:
-                    raise StoreSetupError(
-                        f"the store did not register the KV cache at {region.address:#x} ({region.num_bytes} bytes): "
-                        f"{status}; check the device's limits for registered memory"
-                    )
+            self._register_cache(merged(region for layout in layouts for region in layout.regions))
             self._integrity, self._audits = [None] * len(layouts), [None] * len(layouts)
             return [DirectTransfer(self._store, layout) for layout in layouts], ""
         staging = self._staging
@@ -276,6 +271,17 @@ class PoolWorker:
             limit = self._settings.load_timeout_s
             packed.append(PackedTransfer(self._store, shard_layout, copier, staging, limit, integrity, audit))
         return packed, algorithm
+
+    def _register_cache(self, regions: Sequence[Region]) -> None:
+        """Raises `StoreSetupError`."""
+        if isinstance(self._store, CacheStore) and self._store.register_shared(regions):
+            return
+        for region in regions:
+            if not (status := self._store.register(region.address, region.num_bytes)).ok:
+                raise StoreSetupError(
+                    f"the store did not register the KV cache at {region.address:#x} ({region.num_bytes} bytes): "
+                    f"{status}; check the device's limits for registered memory"
+                )
 
     def begin_step(self, step: StepMetadata) -> None:
         """Before the step writes anything: let go of the blocks that it will overwrite, and of ended requests'."""

@@ -12,6 +12,7 @@ from kvpool_connector.cli.finding import Finding, error, skipped, warning, well
 from kvpool_connector.cli.output import in_bytes
 from kvpool_connector.config import PoolSettings, StoreSettings
 from kvpool_connector.lookup_socket import socket_path
+from kvpool_connector.mooncake import memory_to_lock
 
 DISTRIBUTIONS = (
     "kvpool-connector",
@@ -76,10 +77,10 @@ def memory(settings: StoreSettings, pool: PoolSettings, num_ranks: int, meminfo:
 
 def locked_memory(settings: StoreSettings, num_ranks: int, limit: int | None = None) -> Finding:
     """The limit on locked memory, where the transport locks what it registers."""
-    if settings.protocol == "tcp":
-        return well("locked memory", "protocol tcp locks nothing")
+    a_rank = memory_to_lock(settings)
+    if not a_rank:
+        return well("locked memory", f"protocol {settings.protocol} locks nothing here")
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    a_rank = settings.global_segment_size + settings.local_buffer_size
     if soft == resource.RLIM_INFINITY:
         return well("locked memory", "no limit")
     if soft < a_rank:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+REGION_ALIGNMENT = 2 << 20
+"""Where Ascend's transport wants registered memory to start, in bytes (vLLM-Ascend, `ascend_store/pool_worker.py`)."""
+
 
 @dataclass(frozen=True)
 class Component:

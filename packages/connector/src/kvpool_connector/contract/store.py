@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from kvpool_connector.contract.layout import Region
 from kvpool_connector.contract.status import Status
 
 Pieces = Sequence[Sequence[int]]
@@ -56,6 +57,19 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give back this client's memory and connections. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class CacheStore(Store, Protocol):
+    """A store that has rules of its own for the memory of a KV cache."""
+
+    def register_shared(self, regions: Sequence[Region]) -> bool:
+        """Whether a KV cache, regions that share no byte, is registered now for all who use it in this process.
+
+        Where it is not, each region is left to `register`. Raises `StoreSetupError` for what the transport does not
+        take.
+        """
         ...
 
 
