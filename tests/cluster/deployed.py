@@ -26,6 +26,7 @@ from kvpool_connector.tracker import GroupRule, RequestView
 from kvpool_connector.worker import PoolWorker
 from kvpool_simulator.device import allocate
 from kvpool_simulator.engine import RankMemory
+from kvpool_simulator.engine.oracle import Rows
 from kvpool_simulator.store import SimulatedMaster
 from tests.cluster.ranks import registered_groups, spec_of, topology_of
 from tests.cluster.scenario import Shape
@@ -45,6 +46,10 @@ class RecordingStore(MooncakeStore):
     def put(self, keys: Sequence[str], addresses: Pieces, sizes: Pieces) -> list[Status]:
         self.touched |= set(keys)
         return super().put(keys, addresses, sizes)
+
+    def begin_put(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Status]:
+        self.touched |= set(keys)
+        return super().begin_put(keys, sizes)
 
 
 class AskDirectly:
@@ -91,18 +96,19 @@ class Loaded:
 class Deployed:
     """Every rank saves, is looked up and loads; each in caches of its own, which live only that long."""
 
-    def __init__(self, shape: Shape, master: SimulatedMaster, staging_bytes: int = 1 << 20) -> None:
+    def __init__(self, shape: Shape, master: SimulatedMaster, staging_bytes: int = 1 << 20, **settings: object) -> None:
+        """`settings`: more of the connector's."""
         self.shape = shape
         self.topology = topology_of(shape)
         self.block_tokens = shape.block_sizes[0] * shape.pcp * shape.dcp
         self.announced: dict[Rank, RankShards] = {}
         self._master = master
-        self._staging_bytes = staging_bytes
+        self._settings = {"staging_bytes": staging_bytes, "load_timeout_s": PATIENCE_S, **settings}
         self.ranks = list(self.topology.ranks())
 
-    def beside(self, shape: Shape) -> Deployed:
-        """Another engine on the same pool."""
-        return Deployed(shape, self._master, self._staging_bytes)
+    def beside(self, shape: Shape, **settings: object) -> Deployed:
+        """Another engine on the same pool, with some other settings."""
+        return Deployed(shape, self._master, **{**self._settings, **settings})  # type: ignore[arg-type]
 
     def prompt(self, name: str, num_blocks: int, after: Prompt | None = None) -> Prompt:
         """A prompt of whole blocks."""
@@ -126,7 +132,7 @@ class Deployed:
     @contextmanager
     def _rank(self, rank: Rank, num_blocks: int) -> Iterator[tuple[RankMemory, PoolWorker, RecordingStore]]:
         memory = self._memory(rank, num_blocks)
-        settings = PoolSettings.model_validate({"staging_bytes": self._staging_bytes, "load_timeout_s": PATIENCE_S})
+        settings = PoolSettings.model_validate(self._settings)
         store = self._store()
         worker = PoolWorker(settings, store, HostDevice(), self.topology, rank, ModelIdentity(self.shape.model))
         try:
@@ -151,6 +157,8 @@ class Deployed:
                 blocks = GroupBlocks(0, tuple(table[first:]), tuple(prompt.hashes[first:]))
                 step = StepMetadata(saves=(SaveJob("request", (blocks,)),))
                 worker.begin_step(step)
+                for name in hooks(memory):
+                    worker.save_layer(name)
                 worker.end_step(step)
                 assert worker.drain(PATIENCE_S), "saves did not end"
                 touched[rank] = sorted(store.touched)
@@ -173,11 +181,21 @@ class Deployed:
             step = StepMetadata(loads=(LoadJob("request", (GroupBlocks(0, tuple(table), tuple(prompt.hashes)),)),))
             worker.begin_step(step)
             worker.start_loads(step)
+            rows = memory.rows(np.array(prompt.keys, np.uint64), table, self.block_tokens, 0)
+            seen: dict[str, set[int]] = {}
+            for name in hooks(memory):
+                # An indexer of its own has no hook: it reads in front of its layer's.
+                for other in memory.layers:
+                    if other != name and layer_of(other) == layer_of(name):
+                        seen[other] = wrong_blocks(memory, other, rows)
+                worker.wait_layer(name)
+                seen[name] = wrong_blocks(memory, name, rows)
             worker.end_step(step)
             failed = worker.take_failed_blocks()
             kept = [0 if block_id in failed else block_id for block_id in table]
             rows = memory.rows(np.array(prompt.keys, np.uint64), kept, self.block_tokens, 0)
             wrong = [str(damage) for damage in memory.caches.check_guards()]
+            wrong += [f"{rank} {name} computed before it had landed" for name, early in seen.items() if early - failed]
             for name, components in memory.layers.items():
                 for component in components:
                     differs = component.wrong(rows.block_ids, rows.rows_at, component.expected(rows.keys))
@@ -213,6 +231,25 @@ class Deployed:
         known = self._master.service.master.keys()
         keys = [key for key in known if parse_key(key).block_hash]
         return {key: value for key in keys if (value := self._master.peek(key)) is not None}
+
+
+def hooks(memory: RankMemory) -> list[str]:
+    """The entries whose hooks the engine calls, in the order of computing."""
+    return [name for name in memory.layers if ".indexer." not in name]
+
+
+def layer_of(name: str) -> str:
+    """What the entries of one layer have in common."""
+    return name.split(".self_attn")[0]
+
+
+def wrong_blocks(memory: RankMemory, name: str, rows: Rows) -> set[int]:
+    """Blocks that do not hold what they should in any component of an entry."""
+    differs = [
+        component.wrong(rows.block_ids, rows.rows_at, component.expected(rows.keys))
+        for component in memory.layers[name]
+    ]
+    return {int(block_id) for some in differs for block_id in rows.block_ids[some]}
 
 
 @contextmanager
