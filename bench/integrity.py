@@ -1,6 +1,7 @@
 """What checksums cost: time of loads with `integrity` off, sampled and on, side by side.
 
-`python -m bench.integrity [--blocks 16] [--layers 61] [--pages 131072 16384 32768] [--rounds 48]`
+`python -m bench.integrity [--blocks 16] [--layers 61] [--pages 131072 16384 32768] [--rounds 48]
+[--staging 256MB]`
 
 Real Mooncake over TCP in two processes: a master, an owner of the memory, and this one. The blocks are those of one
 rank of DeepSeek-V3.2 unless told otherwise, the staging area has its default size. In each round every mode loads the
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.layerwise import Bench
-from kvpool_connector.config import PoolSettings
+from kvpool_connector.config import PoolSettings, parse_size
 from tests.targets.real_mooncake import make_store, real_master
 
 MODES = {"off": "off", "off again": "off", "sampled": "sampled", "on": "on"}
@@ -46,15 +47,17 @@ def compared(bench: Bench) -> float:
     with transfer._staging.chunk(1) as chunk:
         for _ in range(9):
             start = time.perf_counter()
-            integrity.seal(chunk, count, transfer._trailers(chunk))
+            integrity.seal(chunk, count, chunk + transfer._object_bytes)
             times.append((time.perf_counter() - start) / count)
     return statistics.median(times) * bench.num_blocks * 1e3
 
 
-def measure(store: Any, num_layers: int, pages: Sequence[int], num_blocks: int, rounds: int) -> dict[str, Any]:
+def measure(
+    store: Any, num_layers: int, pages: Sequence[int], num_blocks: int, rounds: int, staging_bytes: int
+) -> dict[str, Any]:
     """Medians in milliseconds, ratios to `off` with their intervals."""
     ways = {
-        mode: {"transfer": "packed", "integrity": integrity, "staging_bytes": DEFAULT_STAGING}
+        mode: {"transfer": "packed", "integrity": integrity, "staging_bytes": staging_bytes}
         for mode, integrity in MODES.items()
     }
     bench = Bench(store, num_layers, pages, num_blocks, ways)
@@ -72,6 +75,7 @@ def measure(store: Any, num_layers: int, pages: Sequence[int], num_blocks: int, 
         "pages": list(pages),
         "blocks": num_blocks,
         "megabytes": round(megabytes, 1),
+        "blocks_a_chunk": bench.workers["on"]._loads()._transfers[0]._per_chunk,
         "rounds": rounds,
         "ms": {mode: round(statistics.median(taken) * 1e3, 1) for mode, taken in times.items()},
         "checksums_alone_ms": round(compared(bench), 1),
@@ -96,11 +100,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--pages", type=int, nargs="+", default=[131072, 16384, 32768], help="bytes a component")
     parser.add_argument("--rounds", type=int, default=48)
+    parser.add_argument("--staging", type=parse_size, default=DEFAULT_STAGING, help="size of the staging area")
     asked = parser.parse_args()
     with real_master(4 << 30, lease_s=10) as master:
         for blocks in asked.blocks:
             store = make_store(master.address, 0)
-            print(json.dumps(measure(store, asked.layers, asked.pages, blocks, asked.rounds)), flush=True)
+            found = measure(store, asked.layers, asked.pages, blocks, asked.rounds, asked.staging)
+            print(json.dumps(found), flush=True)
             store.close()
 
 

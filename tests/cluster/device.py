@@ -49,11 +49,13 @@ class SimulatedDevice:
     def allocate(self, num_bytes: int, alignment: int) -> Buffer:
         return self._host.allocate(num_bytes, alignment)
 
-    def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> Copier:
-        return SharedCopier(self._host.copier(layout, kv_caches, staging), self._tasks)
+    def copier(
+        self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer, stride: int | None = None
+    ) -> Copier:
+        return SharedCopier(self._host.copier(layout, kv_caches, staging, stride), self._tasks)
 
-    def checksums(self, layout: ShardLayout, staging: Buffer) -> Checksums:
-        return self._host.checksums(layout, staging)
+    def checksums(self, layout: ShardLayout, staging: Buffer, stride: int | None = None) -> Checksums:
+        return self._host.checksums(layout, staging, stride)
 
     def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
         return self._host.read(staging, address, num_bytes)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from kvpool_connector.cli.app import app
 from kvpool_connector.config import PoolSettings, StoreSettings
+from kvpool_simulator.capacity.__main__ import parser as capacity_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/*.md"), *ROOT.glob("docs/**/*.md")])
@@ -72,6 +78,71 @@ def test_commands_parse_and_their_settings_are_known(page: str, text: str) -> No
             for connector in connectors(json.loads(value)):
                 if connector.get("kv_connector_module_path") == "kvpool_connector.vllm":
                     PoolSettings.from_extra_config(connector["kv_connector_extra_config"])
+
+
+def commands(program: str) -> list[list[str]]:
+    """Every command line of a program in the documentation, settings of the environment in front of it left out."""
+    found = []
+    for _, text in blocks("console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True) if line.startswith(program) else []
+            found += [words[1:]] if words[:1] == [program] else []
+    return found
+
+
+@pytest.mark.parametrize("words", commands("kvpool"), ids=" ".join)
+def test_commands_of_kvpool_take_their_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pool each fails, but not for its options."""
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:1")
+    words = ["/dev/null" if word == "tokens.json" else word for word in words]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "lists what it takes" not in result.stderr
+
+
+def test_commands_of_capacity_take_their_options() -> None:
+    found = commands("kvpool-capacity")
+    assert len(found) >= 2
+    for words in found:
+        capacity_parser().parse_args(words)
+
+
+def mooncake_flags() -> set[str]:
+    """The flags of the real master; empty where it cannot be run."""
+    program = shutil.which("mooncake_master", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if program is None:
+        return set()
+    done = subprocess.run([program, "--helpfull"], capture_output=True, text=True, timeout=60, check=False)
+    return set(re.findall(r"^ +-(\w+) \(", done.stdout + done.stderr, re.MULTILINE))
+
+
+def test_flags_of_the_master_are_its_own() -> None:
+    known = mooncake_flags()
+    if not known:
+        pytest.skip("mooncake_master cannot be run here")
+    used = {word[2:].split("=")[0] for words in commands("mooncake_master") for word in words if word[:2] == "--"}
+    for _, text in blocks("yaml"):
+        used |= {word[2:] for words in manifests(text) for word in words if word[:2] == "--"}
+    assert {"rpc_address", "default_kv_lease_ttl"} <= used
+    assert used <= known
+
+
+def manifests(text: str) -> Iterator[list[str]]:
+    """Commands of the containers in a file for Kubernetes."""
+    for document in yaml.safe_load_all(text):
+        pod = document.get("spec", {}).get("template", {}).get("spec", {})
+        yield from (container["command"] for container in pod.get("containers", ()))
+
+
+def test_files_for_kubernetes_hold_what_the_connector_takes() -> None:
+    documents = [document for _, text in blocks("yaml") for document in yaml.safe_load_all(text)]
+    (found,) = [document["data"]["mooncake.json"] for document in documents if document["kind"] == "ConfigMap"]
+    settings = StoreSettings.model_validate(json.loads(found))
+    (service,) = [document for document in documents if document["kind"] == "Service"]
+    ports = {port["port"] for port in service["spec"]["ports"]}
+    host, _, port = settings.master_server_address.rpartition(":")
+    assert (host, int(port) in ports) == (service["metadata"]["name"], True)
 
 
 def connectors(configuration: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -138,6 +138,31 @@ def expected_sums(value: bytes, sizes: list[int]) -> list[int]:
     return found
 
 
+def apart(edge: Edge) -> None:
+    """Objects that lie apart, each with its checksums right behind it: nothing between them is touched."""
+    size, num_sums = edge.layout.object_bytes, len(edge.layout.components)
+    stride = size + 8 * num_sums + 5
+    copier = edge.device.copier(edge.layout, edge.caches, edge.staging, stride)
+    checksums = edge.device.checksums(edge.layout, edge.staging, stride)
+    start, trailers = edge.staging.address, edge.staging.address + size
+    edge.staged[: 3 * stride] = 0xA5
+    edge.elsewhere(lambda: copier.gather([3, 1], start))
+    edge.elsewhere(lambda: checksums.write(start, 2, trailers))
+    for i, block_id in enumerate((3, 1)):
+        whole = edge.staged[i * stride :][:stride].numpy().tobytes()
+        assert whole[:size] == edge.pages(block_id)
+        words = torch.frombuffer(bytearray(whole[size:-5]), dtype=torch.int64).tolist()
+        assert words == expected_sums(whole[:size], [component.page_bytes for component in edge.layout.components])
+        assert whole[-5:] == b"\xa5" * 5
+    assert edge.staged[2 * stride :][:stride].eq(0xA5).all()
+    edge.staged[stride] ^= 1
+    assert [edge.elsewhere(lambda i=i: checksums.differing(start, i, trailers)) for i in range(2)] == [[], [0]]  # type: ignore[misc]
+    edge.staged[stride] ^= 1
+    expected = [edge.pages(3), edge.pages(1)]
+    edge.elsewhere(lambda: copier.scatter([0, 2], start))
+    assert [edge.pages(0), edge.pages(2)] == expected
+
+
 def waits(edge: Edge) -> None:
     """An event has happened when the engine's work before it has landed, and its wait has a limit."""
     k = edge.caches["model.layers.0.attn"][0]
@@ -171,4 +196,4 @@ def reads_and_writes(edge: Edge) -> None:
     assert not edge.machine.default_stream(1).query(), "the engine's work was waited for"
 
 
-CHECKS = {check.__name__: check for check in (gathers, scatters, sums, waits, allocates, reads_and_writes)}
+CHECKS = {check.__name__: check for check in (gathers, scatters, sums, apart, waits, allocates, reads_and_writes)}

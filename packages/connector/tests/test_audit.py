@@ -16,14 +16,12 @@ from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces
 from kvpool_connector.counters import Counters
 from kvpool_connector.host import HostDevice
-from kvpool_connector.integrity import Integrity
+from kvpool_connector.integrity import Integrity, spacing
 from kvpool_connector.registration import GroupSpec, read_layouts
 from kvpool_connector.staging import Staging
 from kvpool_connector.transfer import PackedTransfer, Unheld
 
 KEYS = [f"k{i}" for i in range(4)]
-MORE_BYTES = 16 + 16
-"""Two components' checksums, in the object and of what was handed over."""
 Fault = Callable[[str, bytes], bytes | None]
 
 
@@ -54,12 +52,13 @@ class Rig:
         caches = {"model.layers.0.attn": (torch.rand(4, 4, 1, 8), torch.rand(4, 4, 1, 5))}
         (self.layout,) = read_layouts(caches, [GroupSpec(tuple(caches), 4, 4)])
         self.store, device, self.counters = FaultyStore(fault), HostDevice(), Counters()
-        self.staging = Staging(self.store, device, 3 * (self.layout.object_bytes + MORE_BYTES) * 4, 1)
-        checksums = device.checksums(self.layout, self.staging.buffer)
+        self.staging = Staging(self.store, device, 3 * 4 * spacing(self.layout), 1)
+        stride = spacing(self.layout) if with_checksums else None
+        checksums = device.checksums(self.layout, self.staging.buffer, stride)
         integrity = Integrity(checksums, self.layout, sample_every=1) if with_checksums else None
         trailer = integrity.trailer_bytes if integrity else 0
-        audit = Audit(self.store, checksums, self.layout, self.staging, trailer, every, self.counters)
-        copier = device.copier(self.layout, caches, self.staging.buffer)
+        audit = Audit(self.store, checksums, self.layout, self.staging, trailer, every, self.counters, stride)
+        copier = device.copier(self.layout, caches, self.staging.buffer, stride)
         self.transfer = PackedTransfer(self.store, self.layout, copier, self.staging, 1.0, integrity, audit)
 
     def save(self) -> list[Status]:

@@ -15,9 +15,10 @@ NUM_BLOCKS, PAGES, GAP = 12, (24, 40), 8
 
 
 @pytest.mark.parametrize("run_bytes", [0, 1 << 10, 1 << 40])
+@pytest.mark.parametrize("stride", [sum(PAGES), 96])
 @pytest.mark.parametrize("ids", [[5], [2, 3, 4, 5], [7, 3, 4, 11, 10, 0], [9, 8], [0, 1, 10, 11]])
 def test_blocks_are_copied_whole_and_nothing_else(
-    run_bytes: int, ids: list[int], monkeypatch: pytest.MonkeyPatch
+    run_bytes: int, ids: list[int], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "RUN_BYTES", run_bytes)
     random = np.random.default_rng(1)
@@ -29,13 +30,14 @@ def test_blocks_are_copied_whole_and_nothing_else(
     )
     layout = ShardLayout(0, 1, NUM_BLOCKS, (Layer("0", ("0",), components),))
     device = HostDevice()
-    staging = device.allocate(len(ids) * sum(PAGES), REGION_ALIGNMENT)
-    copier = device.copier(layout, {}, staging)
+    staging = device.allocate(len(ids) * stride, REGION_ALIGNMENT)
+    copier = device.copier(layout, {}, staging, stride)
 
     copier.gather(ids, staging.address)
-    objects = host._memory(staging.address, staging.num_bytes).reshape(len(ids), sum(PAGES))
+    objects = host._memory(staging.address, staging.num_bytes).reshape(len(ids), stride)
     expected = np.hstack([cache[ids, :page] for cache, page in zip(before, PAGES, strict=True)])
-    assert np.array_equal(objects, expected)
+    assert np.array_equal(objects[:, : sum(PAGES)], expected)
+    assert not objects[:, sum(PAGES) :].any(), "what lies behind an object is not the copier's"
 
     objects ^= 0xFF
     copier.scatter(ids, staging.address)

@@ -73,13 +73,15 @@ class AscendDevice:
         offset = start - tensor.data_ptr()
         return Buffer(start, num_bytes, tensor[offset : offset + num_bytes])
 
-    def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> AscendCopier:
+    def copier(
+        self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer, stride: int | None = None
+    ) -> AscendCopier:
         """See `kvpool_connector.contract.device.Device`."""
-        return AscendCopier(self._index, layout, kv_caches, staging)
+        return AscendCopier(self._index, layout, kv_caches, staging, stride or layout.object_bytes)
 
-    def checksums(self, layout: ShardLayout, staging: Buffer) -> AscendChecksums:
+    def checksums(self, layout: ShardLayout, staging: Buffer, stride: int | None = None) -> AscendChecksums:
         """See `kvpool_connector.contract.device.Device`."""
-        return AscendChecksums(self._index, layout, staging)
+        return AscendChecksums(self._index, layout, staging, stride)
 
     def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
         """See `kvpool_connector.contract.device.Device`."""
@@ -108,9 +110,10 @@ class AscendChecksums:
 
     algorithm = "sum-64"
 
-    def __init__(self, index: int, layout: ShardLayout, staging: Buffer) -> None:
+    def __init__(self, index: int, layout: ShardLayout, staging: Buffer, stride: int | None) -> None:
         self._index = index
-        self._object_bytes = layout.object_bytes
+        self._stride = stride or layout.object_bytes
+        self._sums_stride = stride or CHECKSUM_BYTES * len(layout.components)
         self._sizes = [component.page_bytes for component in layout.components]
         self._staging = staging
         self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
@@ -138,11 +141,11 @@ class AscendChecksums:
 
     def _stored(self, index: int, target: int) -> torch.Tensor:
         size = CHECKSUM_BYTES * len(self._sizes)
-        start = target - self._staging.address + index * size
+        start = target - self._staging.address + index * self._sums_stride
         return self._memory[start : start + size]
 
     def _sums(self, address: int, index: int) -> torch.Tensor:
-        start = address - self._staging.address + index * self._object_bytes
+        start = address - self._staging.address + index * self._stride
         sums = []
         for size in self._sizes:
             # Pages begin anywhere and end anywhere; words are read from a copy that is filled up with zeros.
@@ -156,9 +159,12 @@ class AscendChecksums:
 class AscendCopier:
     """Copies on a stream of its own, a component of all blocks at a time."""
 
-    def __init__(self, index: int, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> None:
+    def __init__(
+        self, index: int, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer, stride: int
+    ) -> None:
         self._index = index
         self._object_bytes = layout.object_bytes
+        self._stride = stride
         self._staging = staging
         self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
         self._stream = npu.Stream()
@@ -183,8 +189,10 @@ class AscendCopier:
             self._stream.synchronize()
 
     def _tensors(self, block_ids: Sequence[int], address: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start, count = address - self._staging.address, len(block_ids)
-        objects = self._memory[start : start + count * self._object_bytes].view(count, self._object_bytes)
+        shape, strides = (len(block_ids), self._object_bytes), (self._stride, 1)
+        objects = self._memory.as_strided(
+            shape, strides, self._memory.storage_offset() + address - self._staging.address
+        )
         return torch.tensor(block_ids, device=self._memory.device), objects
 
 

@@ -35,14 +35,19 @@ class Audit:
         trailer_bytes: int,
         every: int,
         counters: Counters,
+        stride: int | None = None,
     ) -> None:
-        """`trailer_bytes`: of the checksums that objects carry, 0 for none. Of `every` objects stored one is read."""
+        """`trailer_bytes`: of the checksums that objects carry, 0 for none. Of `every` objects stored one is read.
+
+        `stride`: see `kvpool_connector.contract.device.Device.copier`.
+        """
         self._store = store
         self._checksums = checksums
         self._names = component_names(layout)
         self._object_bytes = layout.object_bytes
         self._staging = staging
         self._trailer_bytes = trailer_bytes
+        self._stride = stride or layout.object_bytes
         self._every = every
         self._counters = counters
         self._turns = itertools.count()
@@ -72,7 +77,7 @@ class Audit:
 
     def checksum(self, objects: int, index: int, target: int) -> None:
         """Write the checksums of object `index` of those at address `objects` to address `target`."""
-        self._checksums.write(objects + index * self._object_bytes, 1, target)
+        self._checksums.write(objects + index * self._stride, 1, target)
 
     def _tell(self, lost: Sequence[str], wrong: Sequence[tuple[str, str]]) -> None:
         if lost:

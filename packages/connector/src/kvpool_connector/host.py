@@ -47,13 +47,15 @@ class HostDevice:
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         return Buffer(-(-start // alignment) * alignment, num_bytes, memory)
 
-    def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> HostCopier:
+    def copier(
+        self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer, stride: int | None = None
+    ) -> HostCopier:
         """See `kvpool_connector.contract.device.Device`; in host memory addresses are enough."""
-        return HostCopier(layout)
+        return HostCopier(layout, stride or layout.object_bytes)
 
-    def checksums(self, layout: ShardLayout, staging: Buffer) -> HostChecksums:
+    def checksums(self, layout: ShardLayout, staging: Buffer, stride: int | None = None) -> HostChecksums:
         """See `kvpool_connector.contract.device.Device`; in host memory addresses are enough."""
-        return HostChecksums(layout)
+        return HostChecksums(layout, stride)
 
     def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
         """See `kvpool_connector.contract.device.Device`."""
@@ -69,8 +71,10 @@ class HostChecksums:
 
     algorithm = "xxh3-64"
 
-    def __init__(self, layout: ShardLayout) -> None:
+    def __init__(self, layout: ShardLayout, stride: int | None = None) -> None:
         self._object_bytes = layout.object_bytes
+        self._stride = stride or layout.object_bytes
+        self._sums_stride = stride or CHECKSUM_BYTES * len(layout.components)
         ends = list(itertools.accumulate(component.page_bytes for component in layout.components))
         self._bounds = list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -78,12 +82,11 @@ class HostChecksums:
         """See `kvpool_connector.contract.device.Checksums`."""
         for i in range(count):
             for k, digest in enumerate(self._digests(address, i)):
-                ctypes.memmove(target + CHECKSUM_BYTES * (i * len(self._bounds) + k), digest, CHECKSUM_BYTES)
+                ctypes.memmove(target + i * self._sums_stride + CHECKSUM_BYTES * k, digest, CHECKSUM_BYTES)
 
     def differing(self, address: int, index: int, target: int) -> list[int]:
         """See `kvpool_connector.contract.device.Checksums`."""
-        size = CHECKSUM_BYTES * len(self._bounds)
-        stored = ctypes.string_at(target + index * size, size)
+        stored = ctypes.string_at(target + index * self._sums_stride, CHECKSUM_BYTES * len(self._bounds))
         return [
             k
             for k, digest in enumerate(self._digests(address, index))
@@ -91,15 +94,16 @@ class HostChecksums:
         ]
 
     def _digests(self, address: int, index: int) -> Iterator[bytes]:
-        pages = _memory(address + index * self._object_bytes, self._object_bytes).data
+        pages = _memory(address + index * self._stride, self._object_bytes).data
         return (xxhash.xxh3_64_digest(pages[start:end]) for start, end in self._bounds)
 
 
 class HostCopier:
-    """Copies between a cache in host memory and dense objects, a component of all blocks at a time."""
+    """Copies between a cache in host memory and objects, a component of all blocks at a time."""
 
-    def __init__(self, layout: ShardLayout) -> None:
+    def __init__(self, layout: ShardLayout, stride: int) -> None:
         self._object_bytes = layout.object_bytes
+        self._stride = stride
         self._num_blocks = layout.num_blocks
         self._pages: list[tuple[slice, Bytes]] = []
         """Each component's part of an object and its pages, `(num_blocks, num_pieces, piece_bytes)`."""
@@ -141,7 +145,8 @@ class HostCopier:
         # Negative ids would count from the end.
         if len(ids) and (ids.min() < 0 or ids.max() >= self._num_blocks):
             raise IndexError(f"block ids {ids.min()}..{ids.max()} asked for; registered are 0..{self._num_blocks - 1}")
-        return ids, _memory(address, len(ids) * self._object_bytes).reshape(len(ids), self._object_bytes)
+        span = (len(ids) - 1) * self._stride + self._object_bytes if len(ids) else 0
+        return ids, as_strided(_memory(address, span), (len(ids), self._object_bytes), (self._stride, 1))
 
 
 def _memory(address: int, num_bytes: int) -> Bytes:

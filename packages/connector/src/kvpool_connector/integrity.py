@@ -19,6 +19,19 @@ SAMPLE_EVERY = {"on": 1, "sampled": 16}
 """By the setting `integrity`: of how many objects loaded one is compared. Every object carries its checksums."""
 
 
+PAGE = 4096
+
+
+def spacing(layout: ShardLayout) -> int:
+    """Bytes from one object in a staging chunk to the next, where each has its checksums right behind its pages.
+
+    So the store moves both as one piece. Whole pages, because copies to a place that begins elsewhere in its page than
+    the source can be several times slower.
+    """
+    size = layout.object_bytes + CHECKSUM_BYTES * len(layout.components)
+    return -(-size // PAGE) * PAGE
+
+
 def component_names(layout: ShardLayout) -> list[str]:
     """The components of an object as people know them, in object order."""
     return [f"{layer.label}.{component.name}" for layer in layout.layers for component in layer.components]

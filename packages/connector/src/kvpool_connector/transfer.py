@@ -17,7 +17,7 @@ from kvpool_connector.contract.device import Copier
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces, Store
-from kvpool_connector.integrity import Integrity
+from kvpool_connector.integrity import Integrity, spacing
 from kvpool_connector.planner import Planner
 from kvpool_connector.staging import Staging
 
@@ -101,7 +101,7 @@ class DirectTransfer:
 
 
 class PackedTransfer:
-    """Through a staging chunk: one address a block, and one for its checksums where a chunk holds several blocks."""
+    """Through a staging chunk: one address a block, its checksums right behind its pages."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class PackedTransfer:
         self._integrity = integrity
         self._audit = audit
         self._object_bytes = layout.object_bytes
-        self._trailer_bytes = integrity.trailer_bytes if integrity else 0
-        self.stored_bytes = self._object_bytes + self._trailer_bytes
-        self._per_chunk = max(1, min(staging.chunk_bytes // (layout.object_bytes + self._trailer_bytes), 1024))
+        self.stored_bytes = layout.object_bytes + (integrity.trailer_bytes if integrity else 0)
+        self._stride = spacing(layout) if integrity else layout.object_bytes
+        self._per_chunk = max(1, min(staging.chunk_bytes // self._stride, 1024))
 
     def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
         """See `Transfer`. The blocks are held only while they are copied out."""
@@ -143,7 +143,7 @@ class PackedTransfer:
         finally:
             hold.release(touched)
         if self._integrity:
-            self._integrity.seal(chunk, len(touched), self._trailers(chunk))
+            self._integrity.seal(chunk, len(touched), chunk + self._object_bytes)
         wanted = [key for key, leave in zip(keys, granted, strict=True) if leave]
         statuses = statuses_of(self._store.put, wanted, *self._objects(chunk, len(wanted)))
         if self._audit:
@@ -154,12 +154,12 @@ class PackedTransfer:
         statuses = list(statuses_of(self._store.get, keys, *self._objects(chunk, len(keys))))
         if self._integrity:
             loaded = [i for i, status in enumerate(statuses) if status.ok]
-            broken = self._integrity.broken(keys, loaded, chunk, self._trailers(chunk))
+            broken = self._integrity.broken(keys, loaded, chunk, chunk + self._object_bytes)
             for i in broken:
                 statuses[i] = Status.CORRUPT
             # As long as it is there it is found again, and nobody puts a right one in its place.
             statuses_of(partial(self._store.remove, force=True), [keys[i] for i in broken])
-        return scatter_runs(self._copier, self._object_bytes, chunk, ids, statuses, hold)
+        return scatter_runs(self._copier, self._stride, chunk, ids, statuses, hold)
 
     def _by_chunk(
         self,
@@ -178,26 +178,13 @@ class PackedTransfer:
         return statuses
 
     def _objects(self, chunk: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
-        size, trailers = [self._object_bytes], self._trailers(chunk)
-        addresses = [[chunk + i * self._object_bytes] for i in range(count)]
-        if self._trailer_bytes and self._per_chunk == 1:
-            # The checksums lie right behind the object: one piece, and one round trip of the network less.
-            size[0] += self._trailer_bytes
-        elif self._trailer_bytes:
-            size.append(self._trailer_bytes)
-            for i, pieces in enumerate(addresses):
-                pieces.append(trailers + i * self._trailer_bytes)
-        return addresses, [size] * count
-
-    def _trailers(self, chunk: int) -> int:
-        """Where a chunk's checksums begin: behind its last object."""
-        return chunk + self._per_chunk * self._object_bytes
+        return [[chunk + i * self._stride] for i in range(count)], [[self.stored_bytes]] * count
 
 
 def scatter_runs(
-    copier: Copier, num_bytes: int, chunk: int, ids: Sequence[int], statuses: Sequence[Status], hold: Hold
+    copier: Copier, stride: int, chunk: int, ids: Sequence[int], statuses: Sequence[Status], hold: Hold
 ) -> list[Status]:
-    """Copy what was read well from a chunk to its blocks, `num_bytes` each, with leave; one status a block."""
+    """Copy what was read well, one object every `stride` bytes of a chunk, to its blocks, with leave; a status each."""
     granted = hold.claim(ids)
     try:
         # Runs of neighbours in the chunk are copied at once.
@@ -207,7 +194,7 @@ def scatter_runs(
             while end < len(ids) and statuses[end].ok and granted[end]:
                 end += 1
             if end > start:
-                copier.scatter(ids[start:end], chunk + start * num_bytes)
+                copier.scatter(ids[start:end], chunk + start * stride)
             start = end + 1
     finally:
         hold.release([block_id for block_id, leave in zip(ids, granted, strict=True) if leave])

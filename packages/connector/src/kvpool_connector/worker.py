@@ -32,7 +32,7 @@ from kvpool_connector.events import StoredKeys
 from kvpool_connector.fence import Fence
 from kvpool_connector.hashing import Hashing, check_hashing
 from kvpool_connector.head_split import split_heads
-from kvpool_connector.integrity import SAMPLE_EVERY, Integrity
+from kvpool_connector.integrity import SAMPLE_EVERY, Integrity, spacing
 from kvpool_connector.layer_cost import Work, pays
 from kvpool_connector.layer_loader import LayerLoad, LayerLoader
 from kvpool_connector.layer_plan import LayerPlan
@@ -257,15 +257,16 @@ class PoolWorker:
         packed: list[Transfer] = []
         algorithm = ""
         for shard_layout in layouts:
-            copier = self._device.copier(shard_layout, kv_caches, staging.buffer)
+            stride = spacing(shard_layout) if sample_every else None
+            copier = self._device.copier(shard_layout, kv_caches, staging.buffer, stride)
             integrity, audit, every = None, None, self._settings.audit_every
             if sample_every or every:
-                checksums = self._device.checksums(shard_layout, staging.buffer)
+                checksums = self._device.checksums(shard_layout, staging.buffer, stride)
                 if sample_every:
                     algorithm, integrity = checksums.algorithm, Integrity(checksums, shard_layout, sample_every)
                 if every:
                     trailer = integrity.trailer_bytes if integrity else 0
-                    audit = Audit(self._store, checksums, shard_layout, staging, trailer, every, self.counters)
+                    audit = Audit(self._store, checksums, shard_layout, staging, trailer, every, self.counters, stride)
             self._integrity.append(integrity)
             self._audits.append(audit)
             limit = self._settings.load_timeout_s

@@ -29,14 +29,14 @@ class Buffer:
 
 
 class Copier(Protocol):
-    """Copies whole blocks between the cache of one layout and dense objects in memory."""
+    """Copies whole blocks between the cache of one layout and objects in memory, one every `stride` bytes."""
 
     def gather(self, block_ids: Sequence[int], address: int) -> None:
-        """Copy block `block_ids[i]` to `address + i * layout.object_bytes`. Returns when the bytes are there."""
+        """Copy block `block_ids[i]` to `address + i * stride`. Returns when the bytes are there."""
         ...
 
     def scatter(self, block_ids: Sequence[int], address: int) -> None:
-        """Copy `address + i * layout.object_bytes` to block `block_ids[i]`. Returns when the bytes are there.
+        """Copy the object at `address + i * stride` to block `block_ids[i]`. Returns when the bytes are there.
 
         Touches no byte outside the pages of these blocks.
         """
@@ -44,14 +44,14 @@ class Copier(Protocol):
 
 
 class Checksums(Protocol):
-    """Checksums of dense objects of one layout where they lie: `CHECKSUM_BYTES` a component, in object order."""
+    """Checksums of objects of one layout where they lie: `CHECKSUM_BYTES` a component, in object order."""
 
     algorithm: str
     """Name of the checksum; what was made by one is compared by no other."""
 
     def write(self, address: int, count: int, target: int) -> None:
-        """Checksum the objects at `address + i * layout.object_bytes`; those of object `i` go to
-        `target + i * CHECKSUM_BYTES * len(layout.components)`. Returns when they are there."""
+        """Checksum the objects at `address + i * stride`; those of object `i` go to `target + i * stride`. Returns when
+        they are there. Without a stride, objects lie dense at `address`, and checksums dense at `target`."""
         ...
 
     def differing(self, address: int, index: int, target: int) -> list[int]:
@@ -74,12 +74,17 @@ class Device(Protocol):
         """Memory that the transport can reach, for staging. `num_bytes` and `alignment` in bytes."""
         ...
 
-    def copier(self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer) -> Copier:
-        """Copies between the caches of `layout`, which is read from `kv_caches`, and addresses inside `staging`."""
+    def copier(
+        self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer, stride: int | None = None
+    ) -> Copier:
+        """Copies between the caches of `layout`, which is read from `kv_caches`, and addresses inside `staging`.
+
+        `stride`: bytes from one object in `staging` to the next; None where they lie dense.
+        """
         ...
 
-    def checksums(self, layout: ShardLayout, staging: Buffer) -> Checksums:
-        """Checksums of objects inside `staging`."""
+    def checksums(self, layout: ShardLayout, staging: Buffer, stride: int | None = None) -> Checksums:
+        """Checksums of objects inside `staging`; `stride` as for `copier`."""
         ...
 
     def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
