@@ -21,8 +21,12 @@ TORCH = "torch==2.13.0"
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 # Their sources are parsed, to see that the adapter fits; the last one also runs.
 VLLM_VERSIONS = ("0.14.1", "0.23.0", "0.32.0")
-# Parsed too: what the edge to an NPU uses must be there. The oldest and the newest torch-npu that are supported.
-NPU_WHEELS = ("torch-npu==2.9.1", "torch-npu==2.14.0", "mooncake-transfer-engine-npu==0.3.13.post1")
+# Parsed too: what the edge to an NPU uses must be there. Oldest and newest of what is supported.
+NPU_WHEELS = (
+    *("torch-npu==2.9.1", "torch-npu==2.14.0"),
+    *("vllm-ascend==0.14.0rc1", "vllm-ascend==0.23.0"),
+    "mooncake-transfer-engine-npu==0.3.13.post1",
+)
 WHEELS = Path(".nox") / "wheels"
 SYSTEM_PACKAGES = "libibverbs1 librdmacm1 libnuma1 liburing2"
 INSTALL_LINE = f"apt-get update && apt-get install -y {SYSTEM_PACKAGES}"

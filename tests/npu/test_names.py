@@ -1,4 +1,4 @@
-"""Names of torch-npu, Mooncake and their settings, against what lies inside the wheels for an NPU.
+"""Names of torch-npu, Mooncake and vLLM-Ascend, and of their settings, against what lies inside the wheels for an NPU.
 
 The wheels are read, not imported: they import only where CANN is. `nox -s tests` downloads them (without dependencies)
 to `.nox/wheels`.
@@ -25,6 +25,8 @@ WHEELS = ROOT / ".nox" / "wheels"
 OURS = ROOT / "packages/connector/src/kvpool_connector"
 TORCH_NPU = ("2.9.1", "2.14.0")
 """The oldest and the newest that are supported."""
+VLLM_ASCEND = ("0.14.0rc1", "0.23.0")
+SHARED_ENGINE = "vllm_ascend/distributed/kv_transfer/utils/mooncake_transfer_engine.py"
 MOONCAKE = "0.3.13.post1"
 OBJECTS = {"_event": "Event", "_stream": "Stream"}
 """What our attributes hold, by the class of torch.npu."""
@@ -250,6 +252,70 @@ def test_settings_in_the_environment_are_read_by_somebody() -> None:
     for version in TORCH_NPU:
         with wheel(f"torch_npu-{version}") as found:
             assert b"ASCEND_RT_VISIBLE_DEVICES" in found.read("torch_npu/npu/__init__.py")
+
+
+@pytest.mark.parametrize("version", VLLM_ASCEND)
+def test_the_shared_engine_is_where_and_as_we_take_it(version: str) -> None:
+    path = SHARED_ENGINE.removesuffix(".py").replace("/", ".")
+    assert f"from {path} import global_te" in (OURS / "vllm.py").read_text(encoding="utf-8")
+    with wheel(f"vllm_ascend-{version}") as found:
+        module = ast.parse(found.read(SHARED_ENGINE))
+    assigned = {
+        ast.unparse(target): ast.unparse(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
+    assert assigned["global_te"] == "GlobalTE()"
+    (made,) = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "GlobalTE"]
+    theirs = {node.name: node for node in made.body if isinstance(node, ast.FunctionDef)}
+    source = (OURS / "mooncake.py").read_text(encoding="utf-8")
+    calls = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self._engine.")
+    ]
+    assert {ast.unparse(call.func) for call in calls} == {
+        "self._engine.get_transfer_engine",
+        "self._engine.register_buffer",
+    }
+    for call in calls:
+        assert isinstance(call.func, ast.Attribute)
+        assert fits(call, theirs[call.func.attr], 1), ast.unparse(call)
+        call.keywords.append(ast.keyword("no_such_argument", ast.Constant(1)))
+        assert not fits(call, theirs[call.func.attr], 1)
+
+
+@pytest.mark.parametrize("version", VLLM_ASCEND)
+def test_vllm_ascend_sets_the_store_up_with_the_same_names(version: str) -> None:
+    """Their call gives the arguments by name (0.23) or in the order of ours (0.14)."""
+    with wheel(f"vllm_ascend-{version}") as found:
+        module = ast.parse(
+            found.read("vllm_ascend/distributed/kv_transfer/kv_pool/ascend_store/backend/mooncake_backend.py")
+        )
+    (ours,) = [set_up_arguments(call) for call in setups(ast.parse((OURS / "mooncake.py").read_text("utf-8")))]
+    names = ["metadata_server", "global_segment_size", "local_buffer_size", "protocol"]
+    assert ours[1:7] == [*names, "device_name", "master_server_address"]
+    theirs = [set_up_arguments(call) for call in setups(module)]
+    assert len(theirs) == (1 if version.startswith("0.14") else 2), "fabric memory came after 0.14"
+    for found_names in theirs:
+        assert found_names[1:7] in (ours[1:7], [*names, "rdma_devices", "master_server_addr"])
+
+
+def setups(module: ast.Module) -> list[ast.Call]:
+    """Calls of a store's `setup`."""
+    return [
+        node
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setup"
+    ]
+
+
+def set_up_arguments(call: ast.Call) -> list[str]:
+    """Names of the arguments by place: a keyword, or the last name of what is given."""
+    return [ast.unparse(argument).rsplit(".", 1)[-1] for argument in call.args] + [
+        word.arg for word in call.keywords if word.arg
+    ]
 
 
 def test_mooncake_knows_the_protocol_and_fabric_memory() -> None:
