@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from kvpool_conformance.cases import NAMED_CASES, Deployment
 from kvpool_connector.contract.status import Status
 from kvpool_connector.epoch import marker
 from tests.cli.pool import Pool, fill
+from tests.targets.borrowed import Borrowed
+from tests.targets.node import LocalNode
 
 TOKENS = list(range(12))
 NOWHERE = "127.0.0.1:1"
@@ -200,3 +203,25 @@ def test_an_empty_namespace_is_named(pool: Pool, command: str) -> None:
 def test_another_http_server_is_named(pool: Pool) -> None:
     error = pool.ask("ls", status=2, endpoint=f"{pool.address}")["error"]
     assert "endpoint does not answer" in error or "does not answer as mooncake_master" in error
+
+
+def test_heads_stored_by_themselves_are_decoded_and_one_deployment_for_all_sizes(
+    pool: Pool, namespace: str, tmp_path: Path
+) -> None:
+    """With `kv_head_split`, as the connector itself writes them at TP 2 and at TP 4."""
+    for tp_size in (2, 4):
+        deployment = Deployment(NAMED_CASES["mha"], tp_size=tp_size, namespace=namespace, kv_head_split="head")
+        for rank in range(tp_size):
+            node = LocalNode(deployment, rank, Borrowed(pool.store))
+            node.fill({1: "a"})
+            node.save({1: "a"})
+            node.close()
+    shards = pool.ask("stat", "--namespace", namespace)["shards"]
+    assert sorted(shard["descriptor"]["heads"]["first"] for shard in shards) == list(range(8))
+    assert {shard["num_objects"] for shard in shards} == {1}
+    table = " ".join(pool.run("stat", "--namespace", namespace).stdout.replace("│", " ").split())
+    assert "of 8" in table
+    (tmp_path / "tokens").write_text("1 2 3")
+    asked = ("explain", "--namespace", namespace, "--tokens-file", str(tmp_path / "tokens"))
+    (found,) = pool.ask(*asked, status=1)["deployments"]
+    assert found["never_announced"] == []

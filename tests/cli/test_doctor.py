@@ -135,6 +135,18 @@ def test_deployments_that_do_not_share_are_a_finding(pool: Pool, namespace: str)
     extra = json.dumps({"max_bytes_per_call": "20MB", "namespace": namespace})
     found = by_check(pool.ask("doctor", *FAST[:-1], extra, status=1))
     assert "2 kinds of deployment of 1 models" in found["namespace"]["what"]
+    assert "kv_head_split" in found["namespace"]["remedy"]
+
+
+def test_settings_that_are_not_the_defaults_are_told(pool: Pool) -> None:
+    extra = {"max_bytes_per_call": "20MB", "kv_head_split": [4, 8], "min_tokens_to_load": "auto", "prefill_pp_size": 2}
+    environ = {"MOONCAKE_MASTER": pool.address, "PYTHONHASHSEED": SEED, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "16MB"}
+    status = 1 if tight(pool, environ) else 0
+    found = by_check(pool.ask("doctor", *FAST[:-1], json.dumps(extra), environ=environ, status=status))
+    words = found["configuration"]["what"]
+    for setting in ("kv_head_split [4, 8]", 'min_tokens_to_load "auto"', "prefill_pp_size 2"):
+        assert setting in words
+    assert "lookup_timeout_s" not in words
 
 
 @pytest.mark.parametrize(

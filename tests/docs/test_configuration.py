@@ -23,6 +23,21 @@ def rows(record: type[BaseModel]) -> dict[str, str]:
     return {key: default.strip("`") for key, default, _ in found}
 
 
+NOT_IN_THE_FILE = {"fabric_memory"}
+"""Set by a variable of the environment."""
+MOVING = (Path(__file__).parents[2] / "docs" / "moving.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("record", [PoolSettings, StoreSettings])
+def test_whoever_moves_finds_every_setting(record: type[BaseModel]) -> None:
+    """Each key of vLLM-Ascend's in a row by its name, and each of KVPool's own beside what it is for."""
+    named = set(re.findall(r"`(\w+)`", MOVING))
+    assert set(record.model_fields) - NOT_IN_THE_FILE <= named
+    rows = set(re.findall(r"^\| `(\w+)` \|", MOVING.split("## Settings that only")[0], re.MULTILINE))
+    theirs = set(re.findall(r"^\| `(\w+)` \|", PAGE.split("KVPool's own:")[0], re.MULTILINE))
+    assert rows == theirs
+
+
 @pytest.mark.parametrize("record", [PoolSettings, StoreSettings])
 def test_every_setting_has_a_row_with_its_default(record: type[BaseModel]) -> None:
     said = rows(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -44,7 +45,10 @@ class Checkup:
         settings: StoreSettings | None = None
         try:
             settings = self.session.store_settings()
-            yield well("configuration", f"master {settings.master_server_address}, protocol {settings.protocol}")
+            words = [f"master {settings.master_server_address}", f"protocol {settings.protocol}"]
+            changed = self.pool.model_dump(exclude_defaults=True)
+            words += [f"{name} {json.dumps(value)}" for name, value in changed.items()]
+            yield well("configuration", ", ".join(words))
         except ConfigError as failure:
             yield error("configuration", "the store's settings are wrong", "no engine starts with them", str(failure))
         yield from machine_findings(settings, self.pool, self.num_ranks, self.session.environ)
@@ -188,7 +192,8 @@ class Checkup:
                 "namespace",
                 f"{words}: {len(found)} kinds of deployment of {len(by_model)} models",
                 "deployments that differ (dtype, layout, parallel shape, block size) share no KV",
-                "`kvpool stat` tells them apart; this is right where they are meant to differ",
+                "`kvpool stat` tells them apart; this is right where they are meant to differ. GQA is shared between "
+                "tensor parallel sizes with kv_head_split, layers between pipelines with prefill_pp_size",
             )
         return well("namespace", f"{words}: {len(found)} deployments, {sum(len(s.blocks) for s in shards)} objects")
 
