@@ -162,6 +162,27 @@ def test_every_event_in_the_log_is_explained() -> None:
     assert said == explained
 
 
+def problems() -> set[str]:
+    """What the connector may say is wrong with a layout: the fixed text of each refusal."""
+    text = (ROOT / "packages/connector/src/kvpool_connector/registration.py").read_text(encoding="utf-8")
+    assert text.count("LayoutError(") == 1, "every refusal is made by _refusal, and so in one form"
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    refusals = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "_refusal"]
+    return {ast.literal_eval(call.args[1]) for call in refusals}
+
+
+def test_every_refusal_of_a_layout_is_explained() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = page[page.index("### A layout is refused") : page.index("### Ranks disagree")]
+    explained = set(re.findall(r"^\| ([^|]+) \|", rows, re.MULTILINE)) - {"what is wrong"}
+    elsewhere = {"its blocks do not divide into hashed ones": "scheduler.py"}
+    assert explained == problems() | set(elsewhere)
+    said = {"disagree about KV cache group": "contract/shards.py", **elsewhere}
+    for words, name in said.items():
+        assert words in page
+        assert words in (ROOT / "packages/connector/src/kvpool_connector" / name).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):

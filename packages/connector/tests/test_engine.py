@@ -19,7 +19,7 @@ from kvpool_connector.engine import (
     hash_block_size_of,
     hashing_of,
     model_of,
-    order_of,
+    orders_of,
     rule_of,
     scheduled_of,
     tables_of,
@@ -96,10 +96,14 @@ def test_the_model_is_its_path_unless_it_has_a_name() -> None:
 def test_the_byte_order_comes_from_the_configuration() -> None:
     plain, fractal = config(), config()
     fractal.additional_config = {"enable_kv_nz": True}
-    assert [order_of(plain, PoolSettings(), axes) for axes in ("NHD", "HND")] == ["NHD", "HND"]
-    assert order_of(fractal, PoolSettings(), "NHD") == "NZ"
-    assert order_of(fractal, PoolSettings(cache_order="ND"), "NHD") == "NHD"
-    assert order_of(plain, PoolSettings(cache_order="NZ"), "NHD") == "NZ"
+    assert [orders_of(plain, PoolSettings(), axes) for axes in ("NHD", "HND")] == [("NHD", "NZ"), ("HND",)]
+    assert orders_of(plain, PoolSettings(), "") == ("NHD", "HND")
+    assert orders_of(fractal, PoolSettings(), "NHD") == ("NZ",)
+    for axes in ("NHD", ""):
+        assert orders_of(fractal, PoolSettings(cache_order="ND"), axes) == ("NHD",)
+    assert orders_of(plain, PoolSettings(cache_order="ND"), "HND") == ("HND",)
+    for order in ("NZ", "HND"):
+        assert orders_of(plain, PoolSettings(cache_order=order), "NHD") == (order,)
 
 
 class SlidingWindowSpec(Thing):
@@ -177,8 +181,9 @@ def test_null_blocks_are_no_blocks() -> None:
 def test_layers_of_other_stages_are_left_out() -> None:
     spec = FullAttentionSpec(block_size=16)
     cache = Thing(num_blocks=4, kv_cache_groups=[Thing(layer_names=["a", "b"], kv_cache_spec=spec)])
-    (group,) = groups_of(config(), cache, {"b": object()}, "HND")
-    assert (group.layer_names, group.num_blocks, group.order, group.kind) == (("b",), 4, "HND", "attention")
+    (group,) = groups_of(config(), cache, {"b": object()}, ("NHD", "HND"))
+    assert (group.layer_names, group.num_blocks, group.kind) == (("b",), 4, "attention")
+    assert (group.order, group.open_orders) == ("NHD", ("HND",))
 
 
 def test_b11_how_the_engine_names_blocks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,10 +164,10 @@ def test_regions_that_share_bytes_are_one() -> None:
 @pytest.mark.parametrize(
     ("caches", "group", "words"),
     [
-        (overlapping(), {}, ["layers.0.a", "layers.1.a", "overlap", "expected disjoint pages"]),
+        (overlapping(), {}, ["layers.0.a", "layers.1.a", "they overlap", "expected disjoint pages"]),
         ({NAME: (torch.zeros(8, 16, 1, 8), torch.zeros(6, 16, 1, 8))}, {}, [NAME, "unequal", "8", "6"]),
         ({NAME: torch.zeros(3, 16, 1, 8)}, {}, [NAME, "that is 3 blocks", "at least 4"]),
-        ({NAME: torch.zeros(4, 16, 2, 8)[:, :, :, :4]}, {}, [NAME, "not dense", "strides"]),
+        ({NAME: torch.zeros(4, 16, 2, 8)[:, :, :, :4]}, {}, [NAME, "a hole that is unknown", "strides"]),
         ({NAME: torch.zeros(4, 16, 1, 8).expand(4, 16, 1, 8)[:1].expand(4, 16, 1, 8)}, {}, [NAME, "blocks overlap"]),
         ({NAME: torch.zeros(0, 16, 1, 8)}, {}, [NAME, "at least one block"]),
         ({NAME: torch.zeros(4)}, {}, [NAME, "(num_blocks, *page)"]),
@@ -174,8 +176,9 @@ def test_regions_that_share_bytes_are_one() -> None:
         ({NAME: {"k": torch.zeros(4, 16, 1, 8)}}, {}, [NAME, "dict", "expected a tensor"]),
         ({NAME: ()}, {}, [NAME, "expected a tensor"]),
         ({NAME: (torch.zeros(4, 16, 1, 8), None)}, {}, [NAME, "NoneType"]),
-        ({NAME: tuple(torch.zeros(4, 16, 1, 8) for _ in range(5))}, {}, [NAME, "5 tensors"]),
-        ({NAME: torch.zeros(4, 8, 16, 16)}, {}, [NAME, "NZ order of a 310P", 'set cache_order to "NZ"']),
+        ({NAME: tuple(torch.zeros(4, 16, 1, 8) for _ in range(5))}, {},
+         [NAME, "found 5, of shapes [(4, 16, 1, 8)", "strides [(128, 8, 8, 1)", "one of [1, 2, 3, 4]"]),
+        ({NAME: torch.zeros(4, 8, 16, 16)}, {}, [NAME, "NZ order of a 310P", 'Set cache_order to "NZ"']),
         ({NAME: torch.zeros(4, 8, 1, 32)}, {"order": "NZ"}, [NAME, "8 tokens a page in NZ order", "block size 16"]),
         ({NAME: torch.zeros(4, 16, 8, 16)}, {"order": "NZ"}, [NAME, "8 tokens a page in NZ order", "block size 16"]),
         (copied(6), {"context_size": 2}, [INDEXER, "6 blocks beside 4", "context parallel size 2"]),
@@ -192,10 +195,166 @@ def test_a15_d12_what_cannot_be_moved_is_refused_in_words(
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+UNKNOWN = (
+    "Serve this model without the pool, and report this message with the versions of vLLM and vLLM-Ascend: "
+    "docs/layouts.md has the layouts that are known"
+)
+FIVE_PARTS = re.compile(
+    r"layer '[^']+', component '\w+'( and layer '[^']+', component '\w+')?: [^:]+: "
+    r"found shape \([\d, ]+\), strides \([\d, ]+\).+; expected .+\. [A-Z].+",
+    re.DOTALL,
+)
+"""Layer, component, what is wrong; shape and strides; what would be right; what to do."""
+
+
+def two_of_unequal_blocks() -> dict[str, Any]:
+    return {NAME: (torch.zeros(8, 16, 1, 8), torch.zeros(6, 16, 1, 8))}
+
+
+REFUSED: list[tuple[Callable[[], dict[str, Any]], dict[str, Any], str]] = [
+    (
+        lambda: {NAME: torch.zeros(4, 16, 2, 8)[:, :, :, :4]},
+        {},
+        f"layer '{NAME}', component 'kv': the page has a hole that is unknown: found shape (4, 16, 2, 4), strides "
+        "(256, 16, 8, 1) (elements of 4 bytes); expected a page whose 128 elements follow each other; only between "
+        f"pages may bytes be unused. {UNKNOWN}",
+    ),
+    (
+        lambda: {NAME: torch.zeros(4, 16, 16, 8)},
+        {"open_orders": ("HND",)},
+        f"layer '{NAME}', component 'kv': the order of a page's axes is not known: found shape (4, 16, 16, 8), strides "
+        "(2048, 128, 8, 1) (elements of 4 bytes), which in blocks of 16 tokens fits NHD and HND alike; expected a "
+        'shape that fits one of them, or to be told. Set cache_order to "ND" or "HND", as the engine has it',
+    ),
+    (
+        lambda: {NAME: torch.zeros(4, 16, 16, 16)},
+        {"open_orders": ("NZ",)},
+        f"layer '{NAME}', component 'kv': the order of a page's axes is not known: found shape (4, 16, 16, 16), "
+        "strides (4096, 256, 16, 1) (elements of 4 bytes), which in blocks of 16 tokens fits NHD and NZ alike; "
+        'expected a shape that fits one of them, or to be told. Set cache_order to "ND" or "NZ", as the engine has it',
+    ),
+    (
+        lambda: {NAME: torch.zeros(4, 12, 1, 8)},
+        {},
+        f"layer '{NAME}', component 'kv': the blocks of a group do not divide into pages: found shape (4, 12, 1, 8), "
+        "strides (96, 8, 8, 1) (elements of 4 bytes), 12 tokens a page in order 'NHD'; expected a divisor of the block "
+        "size 16. Start with a --block-size that is a multiple of it, or set cache_order if the axes have another "
+        "order",
+    ),
+    (
+        lambda: {NAME: torch.zeros(4, 8, 1, 32)},
+        {"order": "NZ"},
+        f"layer '{NAME}', component 'kv': kernel blocks in NZ order are not supported: found shape (4, 8, 1, 32), "
+        "strides (256, 32, 32, 1) (elements of 4 bytes), 8 tokens a page in NZ order; expected the block size 16. "
+        'Start with --block-size 8, or set cache_order to "ND" if the pages are not in NZ order',
+    ),
+    (
+        lambda: {NAME: torch.zeros(4, 8, 16, 16)},
+        {},
+        f"layer '{NAME}', component 'kv': this is the NZ order of a 310P, but the order is given as ND: found shape "
+        "(4, 8, 16, 16), strides (2048, 256, 16, 1) (elements of 4 bytes); expected (num_blocks, 16, heads, head "
+        'size). Set cache_order to "NZ"',
+    ),
+    (
+        lambda: {NAME: torch.zeros(5, 8, 1, 8)},
+        {},
+        f"layer '{NAME}', component 'kv': the tensor has fewer blocks than the engine hands out: found shape "
+        "(5, 8, 1, 8), strides (64, 8, 8, 1) (elements of 4 bytes), that is 5 blocks; expected at least 8 (4 blocks of "
+        "16 tokens in 2 pages each). Start without num_gpu_blocks_override. If that does not help: " + UNKNOWN,
+    ),
+    (
+        two_of_unequal_blocks,
+        {},
+        f"layer '{NAME}', component 'v': components of a layer have unequal numbers of blocks: found shape "
+        "(6, 16, 1, 8), strides (128, 8, 8, 1) (elements of 4 bytes), that is 6 blocks; expected 8, as 'k' has: shape "
+        f"(8, 16, 1, 8), strides (128, 8, 8, 1) (elements of 4 bytes). {UNKNOWN}",
+    ),
+    (
+        lambda: copied(6),
+        {"context_size": 2},
+        f"layer '{INDEXER}', component 'dsa_k': the copies of an indexer do not divide: found shape (6, 16, 1, 8), "
+        "strides (128, 8, 8, 1) (elements of 4 bytes), that is 6 blocks beside 4 of the attention's; expected as "
+        "many, or as many times more as a divisor of the context parallel size 2. Choose decode_context_parallel_size "
+        f"and prefill_context_parallel_size that fit. {UNKNOWN}",
+    ),
+    (
+        lambda: {NAME: torch.zeros(4)},
+        {},
+        f"layer '{NAME}', component 'kv': the tensor has no pages: found shape (4,), strides (1,) (elements of 4 "
+        f"bytes); expected (num_blocks, *page), at least one block and no empty axis. {UNKNOWN}",
+    ),
+    (
+        lambda: {NAME: torch.zeros(1, 16, 1, 8).expand(4, 16, 1, 8)},
+        {},
+        f"layer '{NAME}', component 'kv': blocks overlap: found shape (4, 16, 1, 8), strides (0, 8, 8, 1) (elements of "
+        f"4 bytes), a block every 0 bytes; expected at least the page's 512. {UNKNOWN}",
+    ),
+    (
+        lambda: {NAME: torch.zeros(4, 8, 16).permute(0, 2, 1)},
+        {},
+        f"layer '{NAME}', component 'kv': the page's axes are permuted and their meaning is unknown: found shape "
+        "(4, 16, 8), strides (128, 1, 16) (elements of 4 bytes), order 'NHD'; expected 3 axes in each page, or axes in "
+        f"the order of memory. {UNKNOWN}",
+    ),
+    (
+        lambda: {
+            NAME: torch.zeros(4, 16, 1, 8),
+            INDEXER: (torch.zeros(16, 100).as_strided((16, 8, 1, 8), (100, 8, 8, 1)),),
+        },
+        {"context_size": 2},
+        f"layer '{INDEXER}', component 'dsa_k': copies of an indexer's padded kernel blocks are unknown: found shape "
+        "(16, 8, 1, 8), strides (100, 8, 8, 1) (elements of 4 bytes): 2 copies of blocks that are 2 padded pages each; "
+        f"expected pages without holes. {UNKNOWN}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "group", "message"), REFUSED)
+def test_a_refusal_says_layer_component_shape_strides_and_remedy(
+    make: Callable[[], dict[str, Any]], group: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LayoutError) as error:
+        read(make(), **group)
+    assert str(error.value) == message
+    assert FIVE_PARTS.fullmatch(message)
+
+
+def test_an_overlap_is_refused_with_both_views() -> None:
+    caches = overlapping()
+    first, second = caches.values()
+    with pytest.raises(LayoutError) as error:
+        read(caches)
+    found = "shape (4, 16, 1, 8), strides (128, 8, 8, 1) (elements of 4 bytes), pages of 512 bytes every 512 from"
+    assert str(error.value) == (
+        "layer 'layers.0.a', component 'kv' and layer 'layers.1.a', component 'kv': they overlap, and neither covers "
+        f"the other's pages: found {found} {first.data_ptr():#x}, and {found} {second.data_ptr():#x}; expected "
+        f"disjoint pages, one view that covers a layer's others, or the very same tensors in two layers. {UNKNOWN}"
+    )
+    assert FIVE_PARTS.fullmatch(str(error.value))
+
+
+def test_a_shape_that_fits_one_open_order_tells_it() -> None:
+    """Only with as many heads as tokens, or blocks to spare for the other reading, is nothing told."""
+    orders: dict[str, Any] = {"open_orders": ("HND",)}
+    for shape, order in (((4, 16, 2, 8), "NHD"), ((4, 2, 16, 8), "HND"), ((4, 16, 1, 8), "NHD"), ((4, 16, 8), "NHD")):
+        assert read({NAME: torch.zeros(shape)}, **orders).components[0].order == order
+    with pytest.raises(LayoutError, match="order of a page's axes is not known"):
+        read({NAME: torch.zeros(32, 2, 16, 8)}, **orders)
+    told = read({NAME: torch.zeros(4, 16, 16, 8)})
+    assert told.components[0].order == "NHD"
+
+
+def test_an_open_nz_refuses_no_latent_nor_a_state() -> None:
+    orders: dict[str, Any] = {"open_orders": ("NZ",)}
+    for shape in ((4, 16, 1, 16), (4, 16, 2, 16), (4, 16, 16)):
+        assert read({NAME: torch.zeros(shape)}, **orders).components[0].order == "NHD"
+    assert read({NAME: torch.zeros(4, 16, 16, 16)}, kind="state", **orders).object_bytes == 16 * 16 * 16 * 4
+
+
 def test_a1_an_entry_in_no_group_is_an_error_not_a_skip() -> None:
-    with pytest.raises(LayoutError, match="belong to no KV cache group"):
+    with pytest.raises(LayoutError, match="registered, but in no KV cache group"):
         read_layouts({NAME: torch.zeros(4, 16, 1, 8)}, [GroupSpec((), 16, 4)])
-    with pytest.raises(LayoutError, match="was not registered"):
+    with pytest.raises(LayoutError, match="but not registered: found group 0"):
         read_layouts({}, [GroupSpec((NAME,), 16, 4)])
 
 

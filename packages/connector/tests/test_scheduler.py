@@ -12,6 +12,7 @@ import pytest
 from clocks import ManualClock
 
 from kvpool_connector.contract.descriptor import ComponentContent, Descriptor, LayerContent, ModelIdentity
+from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.shards import RankShards, ShardMap
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.topology import Topology
@@ -688,3 +689,16 @@ def test_what_is_remembered_of_saves_is_bounded(monkeypatch: pytest.MonkeyPatch)
     bench.clock.time += 31
     take_up(bench, "second", 0)
     assert len(bench.scheduler._handed) == 4
+
+
+def test_blocks_of_a_group_that_do_not_divide_into_hashed_ones_are_refused() -> None:
+    """Their keys would be those of other tokens."""
+    PoolScheduler([GroupRule(48), GroupRule(16)], 16, SetLookup())
+    for block_size in (24, 8):
+        with pytest.raises(ConfigError) as error:
+            PoolScheduler([GroupRule(16), GroupRule(block_size)], 16, SetLookup())
+        assert str(error.value) == (
+            f"KV cache group 1: its blocks do not divide into hashed ones: found blocks of {block_size} tokens (of all "
+            "context-parallel ranks), and a block hash for each 16; expected a multiple. Start with a --block-size "
+            "that divides the blocks of every group, or serve this model without the pool"
+        )

@@ -214,9 +214,9 @@ class PoolSettings(_Settings):
     kv_head_split: Annotated[HeadSplit, BeforeValidator(_head_split)] = "rank"
     """Which KV heads share an object: all that a rank holds, each its own, or as many as a rank of every tensor
     parallel size in the list holds whole. Engines of different sizes share what they split alike."""
-    cache_order: Literal["auto", "ND", "NZ"] = "auto"
+    cache_order: Literal["auto", "ND", "HND", "NZ"] = "auto"
     """Byte order of a cache page, which the tensors do not tell. `auto`: `NZ` where vLLM-Ascend's `enable_kv_nz` is on,
-    else `ND`. A 310P needs `NZ`."""
+    else `ND`. A 310P needs `NZ`; `HND` is heads before tokens."""
     integrity: Literal["off", "sampled", "on"] = "off"
     """Checksums in every object, compared at every load or at one in sixteen."""
     audit_every: Annotated[int, Field(ge=0)] = 0

@@ -83,15 +83,16 @@ def hashing_of(
     return Hashing(algorithm, seed, sample)
 
 
-def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], order: str) -> list[GroupSpec]:
-    """The KV cache groups as far as this rank registered them."""
+def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], orders: Sequence[str]) -> list[GroupSpec]:
+    """The KV cache groups as far as this rank registered them. `orders` as `orders_of` says them."""
     context_size = topology_of(config).cp_size
     return [
         GroupSpec(
             layer_names=tuple(name for name in group.layer_names if name in kv_caches),
             block_size=group.kv_cache_spec.block_size,
             num_blocks=cache_config.num_blocks,
-            order=order,
+            order=orders[0],
+            open_orders=tuple(orders[1:]),
             kind=_kind_of(group.kv_cache_spec, config),
             context_size=context_size,
         )
@@ -106,11 +107,20 @@ def _kind_of(spec: Any, config: Any) -> str:
     return "latent" if config.model_config.use_mla else "attention"
 
 
-def order_of(config: Any, settings: PoolSettings, axes: str) -> str:
-    """Meaning and byte order of a page's axes: `axes` unless NZ is configured, which no tensor tells."""
-    if settings.cache_order == "auto":
-        return "NZ" if (getattr(config, "additional_config", None) or {}).get("enable_kv_nz") else axes
-    return "NZ" if settings.cache_order == "NZ" else axes
+def orders_of(config: Any, settings: PoolSettings, axes: str) -> tuple[str, ...]:
+    """Meaning and byte order of a page's axes; further ones where nobody has ruled them out.
+
+    `axes`: of this platform, empty where they are not known. NZ must be configured: no tensor tells it.
+    """
+    match settings.cache_order:
+        case "ND":
+            return (axes or "NHD",)
+        case "HND" | "NZ":
+            return (settings.cache_order,)
+    if (getattr(config, "additional_config", None) or {}).get("enable_kv_nz"):
+        return ("NZ",)
+    # Tokens come first on an NPU, but for a 310P, whose pages have heads first in NZ order.
+    return {"NHD": ("NHD", "NZ"), "HND": ("HND",)}.get(axes, ("NHD", "HND"))
 
 
 def rule_of(spec: Any, topology: Topology) -> GroupRule:

@@ -30,6 +30,12 @@ COMPONENT_NAMES: dict[str, dict[int, tuple[str, ...]]] = {
 """Names of an entry's tensors by the entry's kind and their number. They name; addresses never depend on them."""
 
 ORDERS = ("NHD", "HND", "NZ")
+SETTING_OF_ORDER = {"NHD": "ND", "HND": "HND", "NZ": "NZ"}
+"""What `cache_order` is set to for it."""
+_UNKNOWN = (
+    "Serve this model without the pool, and report this message with the versions of vLLM and vLLM-Ascend: "
+    "docs/layouts.md has the layouts that are known"
+)
 _MTP = re.compile(r"(?:^|\.)mtp(?:\.layers)?\.(\d+)(?:\.|$)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
@@ -58,6 +64,8 @@ class GroupSpec:
     """Blocks that the engine's manager hands out; a tensor may have more."""
     order: str = "NHD"
     """Meaning of a page's axes. Equal shapes cannot tell it, so the engine must."""
+    open_orders: tuple[str, ...] = ()
+    """Others that nobody ruled out: a page that could be in one of them as well is refused."""
     kind: str = "attention"
     context_size: int = 1
     """Ranks over which a logical block's tokens are interleaved: an indexer may hold a copy for each of them."""
@@ -68,6 +76,8 @@ class _View:
     """One tensor as registered: `num_kernel_blocks` pages of `page_bytes`, `stride` bytes apart."""
 
     where: str
+    found: str
+    """Shape, strides and element size, in words."""
     component: Component
     kernel_stride: int
     kernel_page_bytes: int
@@ -88,24 +98,39 @@ def read_layouts(kv_caches: Mapping[str, Any], groups: Sequence[GroupSpec]) -> t
     known = {name for group in groups for name in group.layer_names}
     strays = [name for name in kv_caches if name not in known]
     if strays:
-        raise LayoutError(
-            f"cache entries {strays[:4]} ({len(strays)} in all) belong to no KV cache group; every registered entry "
-            "must be listed by the engine's KV cache configuration"
+        raise _refusal(
+            f"layers {strays[:4]}",
+            "registered, but in no KV cache group",
+            f"{len(strays)} such layers, and {len(known)} in groups",
+            "every registered layer in a group of the engine's KV cache configuration",
+            _UNKNOWN,
         )
     return tuple(_read_group(kv_caches, index, group) for index, group in enumerate(groups))
 
 
 def _read_group(kv_caches: Mapping[str, Any], index: int, group: GroupSpec) -> ShardLayout:
     if group.num_blocks < 1:
-        raise LayoutError(f"KV cache group {index} has {group.num_blocks} blocks; expected at least 1")
-    if group.order not in ORDERS:
-        raise LayoutError(f"KV cache group {index}: order {group.order!r} is unknown; expected one of {ORDERS}")
+        raise _refusal(
+            f"KV cache group {index}",
+            "it has no blocks",
+            f"{group.num_blocks} blocks",
+            "at least 1",
+            "Give the engine more memory for KV",
+        )
+    if unknown := [order for order in (group.order, *group.open_orders) if order not in ORDERS]:
+        raise _refusal(
+            f"KV cache group {index}", "its order is unknown", repr(unknown[0]), f"one of {ORDERS}", "Set cache_order"
+        )
     entries: dict[tuple[tuple[int, ...], ...], tuple[list[str], list[_View]]] = {}
     names = sorted(group.layer_names, key=_layer_order)
     for name in names:
         if name not in kv_caches:
-            raise LayoutError(
-                f"layer {name!r} of KV cache group {index} was not registered; got {len(kv_caches)} entries"
+            raise _refusal(
+                f"layer {name!r}",
+                "in a KV cache group, but not registered",
+                f"group {index} with it, and {len(kv_caches)} other layers registered",
+                "every layer of a group on this rank to be registered",
+                _UNKNOWN,
             )
     found = {name: _read_entry(name, kv_caches[name], group) for name in names}
     for name, views in _with_copies(found, group).items():
@@ -131,16 +156,23 @@ def _read_group(kv_caches: Mapping[str, Any], index: int, group: GroupSpec) -> S
 def _read_entry(name: str, entry: Any, group: GroupSpec) -> list[_View]:
     tensors = [entry] if hasattr(entry, "data_ptr") else list(entry) if isinstance(entry, tuple | list) else None
     if not tensors or not all(hasattr(tensor, "data_ptr") for tensor in tensors):
-        raise LayoutError(
-            f"layer {name!r}: a cache entry of type {type(entry).__name__} with "
-            f"{[type(t).__name__ for t in tensors or []]} is unknown; expected a tensor or a tuple or list of tensors"
+        raise _refusal(
+            f"layer {name!r}",
+            "this cache entry is unknown",
+            f"{type(entry).__name__} of {[type(t).__name__ for t in tensors or []]}",
+            "a tensor or a tuple or list of tensors",
+            _UNKNOWN,
         )
     kind = "indexer" if is_indexer(name) and group.kind != "state" else group.kind
     names = COMPONENT_NAMES[kind].get(len(tensors))
     if names is None:
-        raise LayoutError(
-            f"layer {name!r}: an entry of {len(tensors)} tensors is unknown for a cache of kind {kind!r}; expected "
-            f"{sorted(COMPONENT_NAMES[kind])} tensors"
+        raise _refusal(
+            f"layer {name!r}",
+            "the number of tensors is unknown",
+            f"{len(tensors)}, of shapes {[tuple(map(int, tensor.shape)) for tensor in tensors]} and strides "
+            f"{[tuple(map(int, tensor.stride())) for tensor in tensors]}",
+            f"one of {sorted(COMPONENT_NAMES[kind])} for a cache of kind {kind!r}",
+            _UNKNOWN,
         )
     views = [_read_tensor(name, component, tensor, group) for component, tensor in zip(names, tensors, strict=True)]
     counts = {
@@ -148,8 +180,13 @@ def _read_entry(name: str, entry: Any, group: GroupSpec) -> list[_View]:
         for view in views
     }
     if len(set(counts.values())) > 1:
-        raise LayoutError(
-            f"layer {name!r}: its components have unequal numbers of blocks {counts}; expected one number"
+        odd = next(view for view in views if counts[view.component.name] != counts[views[0].component.name])
+        raise _refusal(
+            odd.where,
+            "components of a layer have unequal numbers of blocks",
+            f"{odd.found}, that is {counts[odd.component.name]} blocks",
+            f"{counts[views[0].component.name]}, as {views[0].component.name!r} has: {views[0].found}",
+            _UNKNOWN,
         )
     return _without_whole(views)
 
@@ -185,9 +222,12 @@ def _with_copies(entries: Mapping[str, list[_View]], group: GroupSpec) -> Mappin
         copies = held // total
         if is_indexer(name) and held != total:
             if held % total or group.context_size % copies:
-                raise LayoutError(
-                    f"layer {name!r}: found {held} blocks beside {total} of the attention's; expected as many, or as "
-                    f"many times more as a divisor of the context parallel size {group.context_size}"
+                raise _refusal(
+                    views[0].where,
+                    "the copies of an indexer do not divide",
+                    f"{views[0].found}, that is {held} blocks beside {total} of the attention's",
+                    f"as many, or as many times more as a divisor of the context parallel size {group.context_size}",
+                    f"Choose decode_context_parallel_size and prefill_context_parallel_size that fit. {_UNKNOWN}",
                 )
             views = [_copied(view, copies) for view in views]
         read[name] = views
@@ -198,9 +238,12 @@ def _copied(view: _View, copies: int) -> _View:
     one = view.component
     dense = one.block_stride == one.page_bytes
     if one.num_pieces > 1:
-        raise LayoutError(
-            f"{view.where}: {copies} copies of blocks that are {one.num_pieces} padded pages each are unknown; "
-            "register the indexer without holes"
+        raise _refusal(
+            view.where,
+            "copies of an indexer's padded kernel blocks are unknown",
+            f"{view.found}: {copies} copies of blocks that are {one.num_pieces} padded pages each",
+            "pages without holes",
+            _UNKNOWN,
         )
     component = replace(
         one,
@@ -218,26 +261,40 @@ def _read_tensor(layer_name: str, name: str, tensor: Tensor, group: GroupSpec) -
     shape, strides, item = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), int(tensor.element_size())
     found = f"shape {shape}, strides {strides} (elements of {item} bytes)"
     if len(shape) < 2 or 0 in shape:
-        raise LayoutError(
-            f"{where}: found {found}; expected (num_blocks, *page) with at least one block and no empty axis"
+        raise _refusal(
+            where,
+            "the tensor has no pages",
+            found,
+            "(num_blocks, *page), at least one block and no empty axis",
+            _UNKNOWN,
         )
-    page, order = _dense_page(where, found, shape[1:], strides[1:], group.order)
+    page, order = _dense_page(where, found, shape[1:], strides[1:], _order_of(where, found, shape, group))
     kernel_page_bytes, kernel_stride = _product(page) * item, strides[0] * item
     if shape[0] > 1 and kernel_stride < kernel_page_bytes:
-        raise LayoutError(
-            f"{where}: blocks overlap: found {found}, a block every {kernel_stride} bytes; expected at least the "
-            f"page's {kernel_page_bytes}"
+        raise _refusal(
+            where,
+            "blocks overlap",
+            f"{found}, a block every {kernel_stride} bytes",
+            f"at least the page's {kernel_page_bytes}",
+            _UNKNOWN,
         )
     if order == "NHD" and len(page) == 3 and page[2] == 16 and page[1] == group.block_size != page[0]:
-        raise LayoutError(
-            f"{where}: found {found}: this is the NZ order of a 310P, (columns, block_size, 16), but the order is "
-            'given as ND; set cache_order to "NZ"'
+        raise _refusal(
+            where,
+            "this is the NZ order of a 310P, but the order is given as ND",
+            found,
+            f"(num_blocks, {group.block_size}, heads, head size)",
+            'Set cache_order to "NZ"',
         )
     ratio, page = _kernel_ratio(where, found, page, order, group)
     if shape[0] < ratio * group.num_blocks:
-        raise LayoutError(
-            f"{where}: found {found}, that is {shape[0]} blocks; expected at least {ratio * group.num_blocks} "
-            f"({group.num_blocks} blocks of {group.block_size} tokens in {ratio} pages each)"
+        raise _refusal(
+            where,
+            "the tensor has fewer blocks than the engine hands out",
+            f"{found}, that is {shape[0]} blocks",
+            f"at least {ratio * group.num_blocks} ({group.num_blocks} blocks of {group.block_size} tokens in {ratio} "
+            "pages each)",
+            f"Start without num_gpu_blocks_override. If that does not help: {_UNKNOWN}",
         )
     dense = ratio == 1 or kernel_stride == kernel_page_bytes
     component = Component(
@@ -251,7 +308,39 @@ def _read_tensor(layer_name: str, name: str, tensor: Tensor, group: GroupSpec) -
         num_pieces=1 if dense else ratio,
         piece_stride=0 if dense else kernel_stride,
     )
-    return _View(where, component, kernel_stride, kernel_page_bytes, shape[0], int(tensor.untyped_storage().data_ptr()))
+    storage = int(tensor.untyped_storage().data_ptr())
+    return _View(where, found, component, kernel_stride, kernel_page_bytes, shape[0], storage)
+
+
+def _order_of(where: str, found: str, shape: tuple[int, ...], group: GroupSpec) -> str:
+    """The order of a page's axes: the engine's word, or the one of those left open that the shape can have."""
+    fitting = [order for order in (group.order, *group.open_orders) if _fits(shape, order, group)]
+    if group.kind == "state" or not group.open_orders or not fitting:
+        return group.order
+    if len(fitting) > 1:
+        settings = " or ".join(f'"{SETTING_OF_ORDER[order]}"' for order in fitting)
+        raise _refusal(
+            where,
+            "the order of a page's axes is not known",
+            f"{found}, which in blocks of {group.block_size} tokens fits {' and '.join(fitting)} alike",
+            "a shape that fits one of them, or to be told",
+            f"Set cache_order to {settings}, as the engine has it",
+        )
+    # A 310P's order is refused with its own words, if nobody has configured it.
+    return group.order if fitting == ["NZ"] else fitting[0]
+
+
+def _fits(shape: tuple[int, ...], order: str, group: GroupSpec) -> bool:
+    """Whether pages of this shape can be in this order: whole blocks of more than one token, and enough of them."""
+    page = shape[1:]
+    if order == "NZ":
+        return len(page) == 3 and page[2] == 16 and page[1] == group.block_size
+    if order != "NHD" and len(page) != len(order):
+        return False
+    tokens = page[order.index("N")]
+    if group.block_size % tokens or tokens < min(2, group.block_size):
+        return False
+    return shape[0] >= group.block_size // tokens * group.num_blocks
 
 
 def _dense_page(
@@ -266,13 +355,22 @@ def _dense_page(
     for axis in reversed(axes):
         if page[axis] > 1:
             if strides[axis] != expected:
-                raise LayoutError(f"{where}: the page is not dense: found {found}; expected a page without holes")
+                raise _refusal(
+                    where,
+                    "the page has a hole that is unknown",
+                    found,
+                    f"a page whose {_product(page)} elements follow each other; only between pages may bytes be unused",
+                    _UNKNOWN,
+                )
             expected *= page[axis]
     if axes != sorted(axes):
         if len(page) != len(order):
-            raise LayoutError(
-                f"{where}: the page's axes are permuted and their meaning is unknown: found {found}, order {order!r}; "
-                "register the cache in memory order"
+            raise _refusal(
+                where,
+                "the page's axes are permuted and their meaning is unknown",
+                f"{found}, order {order!r}",
+                f"{len(order)} axes in each page, or axes in the order of memory",
+                _UNKNOWN,
             )
         order = "".join(order[axis] for axis in axes)
     return tuple(page[axis] for axis in axes), order
@@ -288,17 +386,23 @@ def _kernel_ratio(
         # A latent page keeps its shape `(block_size, 1, size)`; the 310P's says its order, `(columns, block_size, 16)`.
         tokens = page[0 if len(page) < 3 or page[1] == 1 else 1]
         if group.block_size != tokens:
-            raise LayoutError(
-                f"{where}: found {found}, {tokens} tokens a page in NZ order; expected the block size "
-                f"{group.block_size}: kernel blocks smaller than it are not supported in NZ order"
+            raise _refusal(
+                where,
+                "kernel blocks in NZ order are not supported",
+                f"{found}, {tokens} tokens a page in NZ order",
+                f"the block size {group.block_size}",
+                f'Start with --block-size {tokens}, or set cache_order to "ND" if the pages are not in NZ order',
             )
         return 1, page
     axis = order.index("N")
     tokens = page[axis] if axis < len(page) else 0
     if not tokens or group.block_size % tokens:
-        raise LayoutError(
-            f"{where}: found {found}, {tokens} tokens a page in order {order!r}; expected a divisor of the block size "
-            f"{group.block_size}"
+        raise _refusal(
+            where,
+            "the blocks of a group do not divide into pages",
+            f"{found}, {tokens} tokens a page in order {order!r}",
+            f"a divisor of the block size {group.block_size}",
+            "Start with a --block-size that is a multiple of it, or set cache_order if the axes have another order",
         )
     ratio = group.block_size // tokens
     if ratio == 1:
@@ -317,11 +421,23 @@ def _refuse_overlaps(views: Sequence[_View]) -> None:
             gap = (second.component.base_address - first.component.base_address) % first.kernel_stride
             if gap >= first.kernel_page_bytes and gap + second.kernel_page_bytes <= first.kernel_stride:
                 continue
-        raise LayoutError(
-            f"{first.where} and {second.where} overlap: found pages of {first.kernel_page_bytes} bytes every "
-            f"{first.kernel_stride} from {first.component.base_address:#x} and of {second.kernel_page_bytes} bytes "
-            f"every {second.kernel_stride} from {second.component.base_address:#x}; expected disjoint pages"
+        raise _refusal(
+            f"{first.where} and {second.where}",
+            "they overlap, and neither covers the other's pages",
+            f"{first.found}, pages of {first.kernel_page_bytes} bytes every {first.kernel_stride} from "
+            f"{first.component.base_address:#x}, and {second.found}, pages of {second.kernel_page_bytes} bytes every "
+            f"{second.kernel_stride} from {second.component.base_address:#x}",
+            "disjoint pages, one view that covers a layer's others, or the very same tensors in two layers",
+            _UNKNOWN,
         )
+
+
+def _refusal(where: str, problem: str, found: str, expected: str, remedy: str) -> LayoutError:
+    """In one form: layer and component, what is wrong, shape and strides, what would be right, what to do.
+
+    `problem` is a fixed text: docs/troubleshooting.md explains it.
+    """
+    return LayoutError(f"{where}: {problem}: found {found}; expected {expected}. {remedy}")
 
 
 def _regions(views: Iterable[_View]) -> tuple[Region, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kvpool_connector.contract.clock import Clock, MonotonicClock
+from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.shards import ShardMap
 from kvpool_connector.contract.status import Status, num_outages
 from kvpool_connector.counters import Counters
@@ -95,12 +96,21 @@ class PoolScheduler:
         history: History | None = None,
         events: BlockEvents | None = None,
     ) -> None:
-        """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size.
+        """`hash_block_size`: tokens a hash of `RequestView.block_hashes`; divides every group's block size, or
+        `ConfigError` is raised.
 
         `confirm_after_steps`: for engines that carry no `LoadReport`, the steps after which a load that computing
         waited for has surely been heard of if it failed. `events` is told of saves and resets. `min_tokens_to_load`:
         see `kvpool_connector.threshold`.
         """
+        for index, rule in enumerate(rules):
+            if rule.block_size % hash_block_size:
+                raise ConfigError(
+                    f"KV cache group {index}: its blocks do not divide into hashed ones: found blocks of "
+                    f"{rule.block_size} tokens (of all context-parallel ranks), and a block hash for each "
+                    f"{hash_block_size}; expected a multiple. Start with a --block-size that divides the blocks of "
+                    "every group, or serve this model without the pool"
+                )
         self._rules = rules
         self._hash_block_size = hash_block_size
         self._lookup = lookup

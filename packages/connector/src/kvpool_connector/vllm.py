@@ -38,7 +38,7 @@ from kvpool_connector.engine import (
     hash_block_size_of,
     hashing_of,
     model_of,
-    order_of,
+    orders_of,
     rule_of,
     scheduled_of,
     tables_of,
@@ -309,8 +309,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See `kvpool_connector.worker.PoolWorker.register`."""
-        order = order_of(self._vllm_config, self._settings, order_of_axes())
-        groups = groups_of(self._vllm_config, self._cache_config, kv_caches, order)
+        orders = orders_of(self._vllm_config, self._settings, order_of_axes())
+        groups = groups_of(self._vllm_config, self._cache_config, kv_caches, orders)
         self._announced = self._workers().register(kv_caches, groups)
         self._unreported = (self._announced,)
 
@@ -594,10 +594,10 @@ def shared_engine(settings: StoreSettings) -> SharedEngine | None:
 
 
 def order_of_axes() -> str:
-    """Meaning of a page's axes: vLLM on a CPU has heads first, vLLM-Ascend tokens first."""
+    """Meaning of a page's axes: vLLM on a CPU has heads first, vLLM-Ascend tokens first; others are not known."""
     from vllm.platforms import current_platform
 
-    return "HND" if current_platform.device_type == "cpu" else "NHD"
+    return {"cpu": "HND", "npu": "NHD"}.get(current_platform.device_type, "")
 
 
 __all__ = ["AscendStoreConnector", "KVPoolConnector", "register"]

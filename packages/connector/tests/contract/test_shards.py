@@ -88,6 +88,90 @@ def test_ranks_that_disagree_are_named(other: RankShards, words: str) -> None:
         ShardMap(Topology(1, 2), [announced(0), other])
 
 
+FIRST_NAME, SECOND_NAME = "Rank(pp=0, pcp=0, tp=0)", "Rank(pp=0, pcp=0, tp=1)"
+REMEDY = "Give every worker the same model, versions of vLLM and vLLM-Ascend, and configuration"
+
+
+def layered(*names: str, **changes: object) -> Descriptor:
+    """Layers 3 and 4 of two components each; `changes` are of layer 4's second component."""
+    components = tuple(ComponentContent(name, "bfloat16", (16, 1, 8), "NHD") for name in names or ("k_nope", "k_pe"))
+    odd = (*components[:1], replace(components[1], **changes), *components[2:])  # type: ignore[arg-type]
+    return replace(descriptor(0), layers=(LayerContent("3", components), LayerContent("4", odd)))
+
+
+LAYERED = layered()
+DISAGREE: list[tuple[Descriptor | None, str]] = [
+    (layered(dtype="int8"), ", layer '4', component 'k_pe': dtype is 'bfloat16' on the first and 'int8' on the second"),
+    (
+        layered(page_shape=(16, 1, 4)),
+        ", layer '4', component 'k_pe': page_shape is (16, 1, 8) on the first and (16, 1, 4) on the second",
+    ),
+    (layered(order="NZ"), ", layer '4', component 'k_pe': order is 'NHD' on the first and 'NZ' on the second"),
+    (
+        layered("k_nope", "k_pe", "dsa_k"),
+        ", layer '3': components is ['k_nope', 'k_pe'] on the first and ['k_nope', 'k_pe', 'dsa_k'] on the second",
+    ),
+    (
+        replace(LAYERED, layers=LAYERED.layers[:1]),
+        ": layers of its objects is [['3', '4']] on the first and [['3']] on the second",
+    ),
+    (
+        replace(LAYERED, layers=(LAYERED.layers[0], replace(LAYERED.layers[1], label="mtp.0"))),
+        ": layers of its objects is [['3', '4']] on the first and [['3', 'mtp.0']] on the second",
+    ),
+    (None, ": layers of its objects is [['3', '4']] on the first and [] on the second"),
+    (
+        replace(LAYERED, model=ModelIdentity("m", quantization="ascend")),
+        ": model quantization is '' on the first and 'ascend' on the second",
+    ),
+    (replace(LAYERED, block_size=32), ": block size is 16 on the first and 32 on the second"),
+    (replace(LAYERED, checksum="xxh3-64"), ": checksum is '' on the first and 'xxh3-64' on the second"),
+    (
+        replace(LAYERED, heads=HeadRange(0, 1, 2)),
+        ": KV heads of the model is 1 on the first and 2 on the second",
+    ),
+    (
+        replace(LAYERED, context=ContextRange(0, 2, 1)),
+        ": context parallel size is 1 on the first and 2 on the second",
+    ),
+]
+
+
+@pytest.mark.parametrize(("other", "difference"), DISAGREE)
+def test_the_first_difference_between_two_ranks_is_told(other: Descriptor | None, difference: str) -> None:
+    ranks = [
+        RankShards(FIRST, "ns", 0, Writer(0, 2), ((LAYERED,),)),
+        RankShards(Rank(tp=1), "ns", 0, Writer(1, 2), ((other,) if other else (),)),
+    ]
+    with pytest.raises(TopologyError) as refusal:
+        ShardMap(Topology(1, 2), ranks)
+    assert str(refusal.value) == f"{FIRST_NAME} and {SECOND_NAME} disagree about KV cache group 0{difference}. {REMEDY}"
+
+
+def test_ranks_with_heads_of_their_own_that_disagree_are_told_too() -> None:
+    """Each writes its own objects, so that nothing else would notice."""
+    split = [replace(LAYERED, heads=HeadRange(i, 1, 2)) for i in range(2)]
+    odd = replace(split[1], layers=layered(dtype="int8").layers)
+    ShardMap(Topology(2, 2), [RankShards(Rank(tp=i), "ns", 0, ALONE, ((split[i],),)) for i in range(2)])
+    with pytest.raises(TopologyError, match="layer '4', component 'k_pe': dtype is 'bfloat16' on the first and 'int8'"):
+        ShardMap(
+            Topology(2, 2), [RankShards(Rank(tp=i), "ns", 0, ALONE, ((d,),)) for i, d in enumerate([split[0], odd])]
+        )
+
+
+def test_stages_have_other_layers_of_the_same_model() -> None:
+    topology = Topology(1, pp_size=2)
+    first, second = (replace(LAYERED, layers=LAYERED.layers[i : i + 1]) for i in range(2))
+    ShardMap(topology, [RankShards(Rank(pp=i), "ns", 0, ALONE, ((one,),)) for i, one in enumerate((first, second))])
+    other = replace(second, block_size=32)
+    with pytest.raises(TopologyError) as refusal:
+        ShardMap(topology, [RankShards(Rank(pp=i), "ns", 0, ALONE, ((one,),)) for i, one in enumerate((first, other))])
+    assert str(refusal.value) == (
+        f"{FIRST_NAME} and Rank(pp=1, pcp=0, tp=0) disagree about KV cache group 0: block size is 16 on the first and "
+        f"32 on the second. {REMEDY}"
+    )
+
+
 def test_a_reset_between_the_starts_of_two_workers_is_no_disagreement() -> None:
     shards = ShardMap(Topology(1, 2), two_ranks(epochs=(4, 5)))
     assert shards.epoch == 5

@@ -153,7 +153,7 @@ def test_a_missing_rank_is_refused() -> None:
 def test_a_shard_without_a_writer_is_refused() -> None:
     topology = Topology(1, 2)
     wrong = announce(Topology(2, 2), Rank(tp=1))
-    with pytest.raises(TopologyError, match="writing"):
+    with pytest.raises(TopologyError, match="KV heads of the model is 1 on the first and 2 on the second"):
         ShardMap(topology, [announce(topology, Rank(tp=0)), wrong])
 
 

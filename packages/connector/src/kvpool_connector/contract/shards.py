@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from kvpool_connector.contract.descriptor import Descriptor
+from kvpool_connector.contract.descriptor import Descriptor, LayerContent
 from kvpool_connector.contract.errors import TopologyError
 from kvpool_connector.contract.keys import Key, object_keys, scope_of
 from kvpool_connector.contract.topology import LayerCuts, Rank, Topology, Writer
@@ -83,7 +83,7 @@ class ShardMap:
     def __init__(self, topology: Topology, ranks: Iterable[RankShards]) -> None:
         """Check that the ranks agree and that every shard is written by somebody.
 
-        Raises `TopologyError` naming the ranks at fault.
+        Raises `TopologyError` naming the ranks at fault, and the first thing in which they differ.
         """
         by_rank = {shards.rank: shards for shards in ranks}
         missing = [rank for rank in topology.ranks() if rank not in by_rank]
@@ -93,6 +93,7 @@ class ShardMap:
                 "Every worker of the engine must run this connector with the same configuration"
             )
         self._check_agreement(by_rank)
+        self._check_layouts(by_rank)
         self.namespace = next(iter(by_rank.values())).namespace
         self.epoch = max(shards.epoch for shards in by_rank.values())
         self._shards: list[list[Shard]] = []
@@ -143,6 +144,24 @@ class ShardMap:
                 )
 
     @staticmethod
+    def _check_layouts(by_rank: dict[Rank, RankShards]) -> None:
+        """Ranks of one stage hold the same layers, laid out alike; all ranks hold the same model's, cut alike."""
+        of_stage: dict[tuple[int, int], RankShards] = {}
+        of_group: dict[int, RankShards] = {}
+        for other in by_rank.values():
+            for group, held in enumerate(other.descriptors):
+                one = of_stage.setdefault((other.rank.pp, group), other)
+                difference = _difference(one.descriptors[group], held)
+                if held and not difference:
+                    one = of_group.setdefault(group, other)
+                    difference = _unlike(_shared_fields(one.descriptors[group][0]), _shared_fields(held[0]))
+                if difference:
+                    raise TopologyError(
+                        f"{one.rank} and {other.rank} disagree about KV cache group {group}{difference}. Give every "
+                        "worker the same model, versions of vLLM and vLLM-Ascend, and configuration"
+                    )
+
+    @staticmethod
     def _check_stages(cuts: LayerCuts, stages: Mapping[int, set[int]]) -> None:
         """`stages`: by part, those that hold any of it. An object is written whole, so no stage may end inside one."""
         for part, holders in sorted(stages.items()):
@@ -166,3 +185,52 @@ class ShardMap:
                     f"its writing as {indices}, expected {list(range(ranks[0].writer.count))}. The ranks hold the same "
                     "content but disagree about the parallel shape (or hold different content where they should not)"
                 )
+
+
+def _difference(first: Sequence[Descriptor], other: Sequence[Descriptor]) -> str:
+    """The first thing in which two ranks of one stage differ and must not, in words; empty where they agree.
+
+    Which heads and which tokens they hold may differ.
+    """
+    for one, two in zip(first, other, strict=False):
+        if said := _unlike(_shared_fields(one), _shared_fields(two)):
+            return said
+        for layer, its in zip(one.layers, two.layers, strict=False):
+            if layer.label != its.label:
+                break
+            for component, beside in zip(layer.components, its.components, strict=False):
+                if said := _unlike(vars(component), vars(beside)):
+                    return f", layer {layer.label!r}, component {component.name!r}{said}"
+            if said := _unlike({"components": _names(layer)}, {"components": _names(its)}):
+                return f", layer {layer.label!r}{said}"
+    return _unlike({"layers of its objects": _labels(first)}, {"layers of its objects": _labels(other)})
+
+
+def _names(layer: LayerContent) -> list[str]:
+    return [component.name for component in layer.components]
+
+
+def _labels(held: Sequence[Descriptor]) -> list[list[str]]:
+    return [[layer.label for layer in one.layers] for one in held]
+
+
+def _shared_fields(descriptor: Descriptor) -> dict[str, object]:
+    """What all ranks of an engine say alike of a group."""
+    return {
+        **{f"model {name}": value for name, value in vars(descriptor.model).items()},
+        "format version": descriptor.format_version,
+        "block size": descriptor.block_size,
+        "KV heads of an object": descriptor.heads.count,
+        "KV heads of the model": descriptor.heads.total,
+        "context parallel size": descriptor.context.size,
+        "context parallel interleave": descriptor.context.interleave,
+        "checksum": descriptor.checksum,
+    }
+
+
+def _unlike(one: Mapping[str, object], other: Mapping[str, object]) -> str:
+    """The first field whose values differ, and both."""
+    for name, value in one.items():
+        if value != other[name]:
+            return f": {name} is {value!r} on the first and {other[name]!r} on the second"
+    return ""
