@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stores import DictStore
 
-from kvpool_connector.config import PoolSettings, StoreSettings, parse, parse_size
+from kvpool_connector.config import MIB, PoolSettings, StoreSettings, parse, parse_size
 from kvpool_connector.contract.descriptor import Descriptor
 from kvpool_connector.contract.errors import ConfigError, DescriptorError, KeyFormatError
 from kvpool_connector.contract.keys import Key, parse_key
@@ -173,6 +173,73 @@ def test_any_file_is_read_or_named(text: bytes, tmp_path_factory: pytest.TempPat
     path.write_bytes(text)
     with contextlib.suppress(ConfigError):
         StoreSettings.from_environment({"MOONCAKE_CONFIG_PATH": str(path)})
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "DEEP", "LARGE"])
+def test_a_file_that_is_no_settings_is_named_and_not_read_to_its_end(path: str, tmp_path: Path) -> None:
+    (tmp_path / "DEEP").write_text("[" * 500_000)
+    (tmp_path / "LARGE").write_bytes(b'{"a": "' + b"a" * (8 << 20))
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="MOONCAKE_CONFIG_PATH") as caught:
+        StoreSettings.from_environment({"MOONCAKE_CONFIG_PATH": str(tmp_path / path)})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * MIB
+    assert len(str(caught.value)) < 1000
+
+
+LONG = "a" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kv_head_split": LONG},
+        {"kv_head_split": [0] * (1 << 18)},
+        {"prefill_pp_layer_partition": ("9," * (1 << 19))[:-1]},
+        {"prefill_pp_layer_partition": "x," * (1 << 19)},
+        {"staging_bytes": "9" * (1 << 20)},
+        {"namespace": LONG},
+        {LONG: 1},
+    ],
+    ids=lambda values: next(iter(values))[:30],
+)
+def test_settings_of_any_length_are_named_in_a_few_words_and_little_memory(values: dict[str, Any]) -> None:
+    tracemalloc.start()
+    error: ConfigError | None = None
+    try:
+        PoolSettings.from_extra_config(values)
+    except ConfigError as raised:
+        error = raised
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(str(error)) < 2000
+    # Numbers of half a million layers are as many objects.
+    assert peak < 64 * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kvpool1/" + LONG,
+        "/" * (1 << 20),
+        "kvpool1/" + "%41" * (1 << 19) + "/0/" + "0" * 32 + "/ab",
+        "kvpool1/a/" + "9" * (1 << 20) + "/" + "0" * 32 + "/ab",
+        "kvpool1/a/0/" + "0" * 32 + "/" + "ab" * (1 << 19) + "+",
+        "kvpool1/a/0/" + "0" * 32 + "/" + "ab" * (1 << 19) + "+" + "0" * (1 << 19),
+    ],
+    ids=range(6),
+)
+def test_texts_of_any_length_are_keys_or_not_in_little_memory(text: str) -> None:
+    tracemalloc.start()
+    with contextlib.suppress(KeyFormatError):
+        parse_key(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < MIB
+    with pytest.raises(KeyFormatError) as caught:
+        parse_key(text + "/")
+    assert len(str(caught.value)) < 2000
 
 
 KEYLIKE = st.lists(

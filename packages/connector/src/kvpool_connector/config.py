@@ -21,12 +21,18 @@ from kvpool_connector.contract.topology import HeadSplit
 
 MIB = 1 << 20
 GIB = 1 << 30
+MAX_FILE_BYTES = MIB
+"""Of `mooncake.json`; whatever a path leads to, no more is read."""
 MIN_SEGMENT_BYTES = 16 * MIB
 """Mooncake 0.3.13 refuses smaller segments, except none at all."""
 
 DEFAULT_TENANT = "default"
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+
+
+MAX_SHOWN = 500
+"""Characters of a wrong setting, and of what is said of it, in an error."""
 
 
 def parse_size(value: object) -> int:
@@ -144,8 +150,12 @@ class StoreSettings(_Settings):
         values: dict[str, Any] = {}
         if path:
             try:
-                values = json.loads(Path(path).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                with Path(path).open("rb") as file:
+                    text = file.read(MAX_FILE_BYTES + 1)
+                if len(text) > MAX_FILE_BYTES:
+                    raise ConfigError(f"MOONCAKE_CONFIG_PATH={path}: more than {MAX_FILE_BYTES} bytes; no settings are")
+                values = json.loads(text)
+            except (OSError, ValueError, RecursionError) as error:
                 raise ConfigError(f"MOONCAKE_CONFIG_PATH={path}: not readable as JSON: {error}") from error
             if not isinstance(values, dict):
                 raise ConfigError(f"MOONCAKE_CONFIG_PATH={path}: found {type(values).__name__}; expected a JSON object")
@@ -293,10 +303,12 @@ def parse(record: type[Record], values: Mapping[str, Any], source: str) -> Recor
 
 
 def _fault(record: type[BaseModel], location: tuple[int | str, ...], kind: str, message: str, found: object) -> str:
-    name = ".".join(map(str, location))
+    name = ".".join(map(str, location))[:MAX_SHOWN]
+    shown = repr(found)
+    shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
     if kind == "extra_forbidden":
         nearest = difflib.get_close_matches(name, record.model_fields, n=1, cutoff=0.0)[0]
         return f"unknown key {name!r}; the nearest known one is {nearest!r}"
     if kind == "literal_error":
-        return f"{name} = {found!r} is not supported (yet); {message.lower()}"
-    return f"{name} = {found!r}: {message.removeprefix('Value error, ')}"
+        return f"{name} = {shown} is not supported (yet); {message.lower()}"
+    return f"{name} = {shown}: {message.removeprefix('Value error, ')[:MAX_SHOWN]}"

@@ -60,6 +60,7 @@ def test_a_broken_line_is_named_by_its_number(
         (["nothing"], "nothing"),
         (["empty"], "has no requests"),
         (["broken"], "line 2"),
+        (["/dev/zero"], "line 1: more than 16777216 characters"),
         (["good", "--pool-size", "huge"], "'huge' is not a size"),
         (["good", "--instances", "0"], "'0'; expected a whole number"),
         (["good", "--model", "gpt-2"], "invalid choice: 'gpt-2'"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kvpool_connector.cli.output import CommandError
 
-MAX_FILE_BYTES = 256 << 20
+MAX_FILE_BYTES = 64 << 20
+"""Some ten million tokens; whatever a path leads to, no more is read."""
 
 
 def read_tokens(path: Path) -> list[int]:
@@ -46,8 +47,10 @@ def tokenize(path: Path, model: str) -> list[int]:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise CommandError(f"{path} has {path.stat().st_size} bytes; at most {MAX_FILE_BYTES} are read")
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise CommandError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+        return text.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read as text: {error}") from error

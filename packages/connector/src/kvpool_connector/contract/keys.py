@@ -24,6 +24,8 @@ from urllib.parse import quote, unquote
 from kvpool_connector.contract.errors import KeyFormatError
 
 PREFIX = "kvpool1"
+MAX_CHARS = 8192
+"""Of a text that is taken for a key: the longest namespace, percent-encoded, has some 1,500."""
 _KEY = re.compile(
     rf"{PREFIX}/(?P<namespace>[A-Za-z0-9_.~%-]+)/(?P<epoch>0|[1-9][0-9]{{0,17}})/"
     r"(?:(?P<name>reset|hashing)|(?P<fingerprint>[0-9a-f]{32})/(?:descriptor|(?P<block_hash>(?:[0-9a-f]{2})+)(?:\+(?P<tag>[0-9a-f]{16}))?))",
@@ -64,9 +66,9 @@ def object_keys(scope: str, block_hashes: Iterable[bytes], tag: str) -> list[str
 def parse_key(text: str) -> Key:
     """The inverse of `str(key)`.
 
-    Raises `KeyFormatError` for any text that `str` of a `Key` would not print.
+    Raises `KeyFormatError` for any text that `str` of a `Key` would not print, or that is longer than `MAX_CHARS`.
     """
-    match = _KEY.fullmatch(text)
+    match = _KEY.fullmatch(text) if len(text) <= MAX_CHARS else None
     if match is None:
         raise KeyFormatError(f"{text[:200]!r} is not a key: expected {PREFIX}/namespace/epoch/fingerprint/block_hash")
     try:
@@ -82,7 +84,7 @@ def parse_key(text: str) -> Key:
         match["name"] or "",
     )
     if str(key) != text:
-        raise KeyFormatError(f"{text[:200]!r} is not in canonical form; expected {str(key)!r}")
+        raise KeyFormatError(f"{text[:200]!r} is not in canonical form; expected {str(key)[:200]!r}")
     return key
 
 

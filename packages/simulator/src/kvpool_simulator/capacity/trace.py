@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOKENS_PER_ID = 512
+MAX_LINE = 16 << 20
+"""Characters; a request of a billion tokens has fewer."""
 
 
 class TraceError(ValueError):
@@ -39,7 +41,10 @@ def read_trace(path: Path) -> list[Request]:
     """All requests, in order of time. Raises `TraceError` with the number of the first line that is wrong."""
     requests = []
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
+        # Whatever the path leads to, no more than this of a line is read.
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE + 1), ""), 1):
+            if len(line) > MAX_LINE:
+                raise TraceError(f"{path}, line {number}: more than {MAX_LINE} characters; found {line[:120]!r}")
             if not line.strip():
                 continue
             try:
