@@ -270,6 +270,8 @@ class Cluster:
             if not all(rank.side.drain(120.0) for rank in engine.ranks):
                 self._violation(f"{engine.name}: saves or loads are still under way after 120 s")
             for index, rank in enumerate(engine.ranks):
+                if self._keeps_all and (left_open := self._open_sessions(rank)):
+                    self._violation(f"{engine.name} rank {index}: sessions of {left_open} stayed open")
                 damage = rank.memory.caches.check_guards()
                 if damage:
                     self._violation(f"{engine.name} rank {index}: {damage[0]}")
@@ -286,6 +288,14 @@ class Cluster:
         self.outcome.violations += self.told.judge(self.engines)
         found, self.outcome.num_audited, self.outcome.num_missing = audit(self.engines)
         self.outcome.violations += found
+
+    @staticmethod
+    def _open_sessions(rank: Rank) -> list[str]:
+        """Keys of objects that a rank's store client is still writing or reading."""
+        assert isinstance(rank.side, PoolWorkerSide)
+        store = rank.side.worker._store
+        assert isinstance(store, MooncakeStore)
+        return sorted({*store._client._open_puts, *store._client._open_gets})
 
     @property
     def _keeps_all(self) -> bool:

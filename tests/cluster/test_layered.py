@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvpool_connector.contract.status import Status
 from kvpool_connector.layer_loader import LayerLoader
 from kvpool_connector.layer_saver import LayerSaver
-from kvpool_simulator.engine import Limits, Mix
+from kvpool_connector.mooncake import MooncakeStore
+from kvpool_connector.scheduler import PoolScheduler
+from kvpool_simulator.engine import Limits, Mix, Timing
 from kvpool_simulator.store import SimulatedMaster
 from tests.cluster.cluster import run
 from tests.cluster.deployed import Deployed, pool
@@ -174,3 +177,85 @@ def test_an_object_that_appears_before_its_last_token_is_found(monkeypatch: pyte
     monkeypatch.setattr(LayerSaver, "_write", dropping)
     with pytest.raises(AssertionError):
         test_blocks_that_several_steps_complete(Counter(open=1, start=1), "GQA", False)
+
+
+class Happened:
+    """An event that is never waited for."""
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["as it is", "without waiting for the device"])
+def test_a5_layers_are_saved_only_when_a_slow_device_has_written_them(
+    monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    """A layer's hook is called when its work is queued; the device writes it 10 ms and more later."""
+    if not waits:
+        right: Any = LayerSaver._write
+        monkeypatch.setattr(
+            LayerSaver, "_write", lambda self, save, shard, piece, event: right(self, save, shard, piece, Happened())
+        )
+    outcome = run(
+        Scenario(
+            11,
+            "named",
+            Shape("tiny-deepseek-v3.2", 2, options={"mtp": True}),
+            Limits(num_blocks=60, max_batched_tokens=256, asynchronous=True),
+            num_requests=20,
+            mix=Mix(num_documents=3, document_tokens=64, longest_question=40, longest_answer=6, chats=0.3),
+            timing=Timing(layer_s=0.01),
+            arrival_s=0.02,
+            rates={"slow": 0.3, "device_late": 0.3},
+            settings={"load_async": False, **LAYERS},
+        )
+    )
+    assert outcome.num_audited > 0
+    assert (outcome.violations == []) == waits
+
+
+def crowded(**settings: object) -> Scenario:
+    """Many requests in a small cache, a third of them aborted, whole prompts in several chunks: preemptions too."""
+    return Scenario(
+        3,
+        "named",
+        Shape("tiny-deepseek-v3.2", 2, options={"mtp": True}),
+        Limits(num_blocks=24, max_batched_tokens=40, max_requests=16, asynchronous=True),
+        num_requests=60,
+        mix=Mix(num_documents=4, document_tokens=96, longest_question=60, longest_answer=20, aborts=0.35),
+        timing=Timing(layer_s=0.002),
+        arrival_s=0.005,
+        settings={"load_async": False, **LAYERS, **settings},
+    )
+
+
+def test_preemption_abort_and_finish_in_mid_object_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: Counter[str] = Counter()
+    right: Any = PoolScheduler.build_step
+
+    def counting(self: Any, *arguments: Any, **more: Any) -> Any:
+        step = right(self, *arguments, **more)
+        preempted["overwritten"] += bool(step.overwritten)
+        return step
+
+    monkeypatch.setattr(PoolScheduler, "build_step", counting)
+    outcome = run(crowded())
+    assert outcome.violations == []
+    assert outcome.num_loads > 0
+    assert preempted["overwritten"] > 0
+    assert outcome.counters["save_blocks_dropped_overwritten"] > 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (MooncakeStore, "revoke_put", lambda self, keys: [Status.OK] * len(keys)),
+        (MooncakeStore, "end_get", lambda self, keys: None),
+    ],
+    ids=["given up and not revoked", "read and not closed"],
+)
+def test_sessions_that_stay_open_are_found(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Any) -> None:
+    monkeypatch.setattr(owner, name, wrong)
+    # Every save is given up by its own count.
+    monkeypatch.setattr(LayerSaver, "_fault", lambda self, save, shard: "hooks" if name == "revoke_put" else "")
+    assert any("stayed open" in text for text in run(crowded()).violations)

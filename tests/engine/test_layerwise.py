@@ -68,6 +68,16 @@ def test_chunked_prefill_with_layers_grouped(spec: Spec, baseline: Baseline, gro
         no_faults(one)
 
 
+def test_with_checksums_and_an_audit_layer_by_layer(spec: Spec, baseline: Baseline) -> None:
+    settings = {**LAYERS, "integrity": "on", "audit_every": 1}
+    with engine(spec("mla", "layers-checked", settings, patches=("tests.engine.faults:no_whole_puts",))) as one:
+        assert_fills_and_answers_from(one, baseline("mla"), num_objects("mla", BLOCK_SIZE["mla"]))
+        no_faults(one)
+        counts = one.counts()
+        assert counts["audit_blocks_ok"] == counts["save_blocks_stored"] > 0
+        assert not counts.get("load_blocks_corrupt")
+
+
 def test_two_tensor_parallel_ranks_layer_by_layer(spec: Spec, baseline: Baseline) -> None:
     with engine(spec("gqa", "layers-tp2", LAYERS, tensor_parallel_size=2)) as both:
         # Each rank reads its own heads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -166,3 +167,59 @@ def test_a_slow_step_loads_all_where_leases_are_renewed(
     if not failed:
         assert loading.values() == {i: [1 + i, 17 + i, 33 + i] for i in range(NUM_BLOCKS)}
     loading.worker.close()
+
+
+def wrong_blocks_after_removal(world: World, **settings: object) -> tuple[set[int], set[int]]:
+    """A step whose objects are removed, and their memory given to others, in the middle of its load.
+
+    The blocks that were reported as not loaded, and those whose bytes are wrong.
+    """
+    client = world.client()
+    saving = LayeredRank(world, 3, **settings)
+    saving.fill(1)
+    saving.save()
+    keys = saving.keys
+    saving.worker.close()
+    loading = LayeredRank(world, 3, layerwise_prefetch_layers=1, **settings)
+    step = loading.begin_load()
+    loading.worker.wait_layer(loading.layers[0])
+    load = loading.worker._layer_load
+    assert load is not None
+    assert load.wait([(0, 1)], 30)
+    assert [client.remove(key, True) for key in keys] == [0] * NUM_BLOCKS
+    value = bytes([200]) * (2 * MIB)
+    # As many as the memory holds: some must lie where the removed ones lay.
+    for _ in range(SEGMENT_BYTES // len(value)):
+        put(client, world.key(), value)
+    for layer in loading.layers[1:]:
+        loading.worker.wait_layer(layer)
+    loading.worker.end_step(step)
+    failed = loading.worker.take_failed_blocks()
+    wrong = {
+        block_id
+        for block_id in range(NUM_BLOCKS)
+        for i, cache in enumerate(loading.caches.values())
+        if not bool((cache[block_id] == 1 + 16 * i + block_id).all())
+    }
+    loading.worker.close()
+    return failed, wrong
+
+
+LONG_LEASE_MS = 120_000
+"""No lease ends in the course of a test, however slow the machine is."""
+
+
+def test_an_object_that_is_removed_in_the_middle_of_its_load_is_not_used(make_world: Callable[..., World]) -> None:
+    """The store then gives a range another object's bytes and calls it a success; a layer's checksums do not."""
+    world = make_world(default_kv_lease_ttl=LONG_LEASE_MS)
+    world.client(SEGMENT_BYTES)
+    failed, wrong = wrong_blocks_after_removal(world, integrity="on")
+    assert wrong
+    assert wrong <= failed
+
+
+def test_without_checksums_it_would_be_used(make_world: Callable[..., World]) -> None:
+    world = make_world(default_kv_lease_ttl=LONG_LEASE_MS)
+    world.client(SEGMENT_BYTES)
+    failed, wrong = wrong_blocks_after_removal(world)
+    assert wrong - failed

@@ -293,7 +293,8 @@ def simulated_world(**flags: float) -> Iterator[World]:
     clock = VirtualClock(start=1000.0)
     settings: dict[str, Any] = {**FLAGS, **flags}
     settings["client_ttl_sec"] = settings.pop("client_ttl")
-    options = MasterOptions(default_kv_lease_ttl_ms=int(LEASE_S * 1000), **settings)
+    lease_ms = int(settings.pop("default_kv_lease_ttl", LEASE_S * 1000))
+    options = MasterOptions(default_kv_lease_ttl_ms=lease_ms, **settings)
     address = f"127.0.0.1:{uuid.uuid4().int % 10**9}"
     with SimulatedMaster(address, clock=clock, options=options, profile="tcp") as master:
         world = SimulatedWorld(master, clock)

@@ -70,7 +70,7 @@ class LayerLoad(Leave):
         """Ranges that have not been asked for; the next one last."""
         self.missing = Counter((piece.shard, piece.index) for piece, _ in pieces)
         """By shard and range index, parts that have not landed, well or not."""
-        self.waited: set[str] = set()
+        self.waited: Counter[str] = Counter()
         """Wait hooks called in this step."""
 
     @property
@@ -158,7 +158,7 @@ class LayerLoader:
 
     def wait(self, load: LayerLoad, hook: str) -> None:
         """A layer's wait hook: returns when all that the layer reads has landed, or when the load's time is up."""
-        load.waited.add(hook)
+        load.waited[hook] += 1
         places = self._plan.needed.get(hook)
         if places:
             self._ask(load, max(index for _, index in places))
@@ -199,18 +199,25 @@ class LayerLoader:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _fail_unwaited(self, load: LayerLoad) -> None:
-        """A layer that did not wait may have read what had not landed: its shard's blocks count as not loaded."""
+        """A layer that did not wait may have read what had not landed: its shard's blocks count as not loaded.
+
+        One that waited twice may be two layers, of which the other is not known here.
+        """
         for part in load.parts:
-            for hook in sorted(self._plan.hooks(part.shard) - load.waited):
+            for hook in sorted(self._plan.hooks(part.shard)):
+                calls = load.waited[hook]
+                if calls == 1 or (calls > 1 and hook in self._plan.repeating):
+                    continue
                 self._counters.add("load_hook_faults")
                 if hook not in self._told:
                     self._told.add(hook)
                     logger.error(
-                        "event=load_hook layer=%s calls=0 expected=1: the engine computed this layer without waiting "
-                        "for its load, so the step's loaded blocks are computed again. A fused or captured attention "
-                        "that goes round the hook is the usual cause; run with piecewise graphs or eagerly, or set "
-                        "use_layerwise to false",
+                        "event=load_hook layer=%s calls=%d expected=1: the engine did not wait once for this layer's "
+                        "load before it computed it, so the step's loaded blocks are computed again. A fused or "
+                        "captured attention that goes round the hook is the usual cause; run with piecewise graphs or "
+                        "eagerly, or set use_layerwise to false",
                         hook,
+                        calls,
                     )
                 for one in part.objects:
                     one.status = Status.INVALID if one.status.ok else one.status
