@@ -112,6 +112,7 @@ def test_a_server_answers_from_the_pool_and_fills_it(
             tmp_path / "server.log",
             *("--otlp-traces-endpoint", found.endpoint),
             OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf",
+            VLLM_LOGGING_LEVEL="INFO",
         ) as address,
     ):
         for trace, prompt, expected, hit in zip(
@@ -126,6 +127,12 @@ def test_a_server_answers_from_the_pool_and_fills_it(
         assert_save_traced(found, saved, 100 // made.block_size)
         given = complete(address, another)
         assert_traced(found, traces, made.block_size)
+    joined = [line for line in (tmp_path / "server.log").read_text().splitlines() if "event=joined" in line]
+    assert made.mooncake_json is not None
+    master = json.loads(made.mooncake_json.read_text())["master_server_address"]
+    assert [f"master={master} as=127.0.0.1:" in line for line in joined] == [True] * 2, (
+        "scheduler's and worker's client"
+    )
     # The server was told to end right after its answer, and stored what it had first.
     with engine(made) as loading:
         (loaded,) = loading.generate([another])

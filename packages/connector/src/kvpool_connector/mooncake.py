@@ -172,6 +172,11 @@ class MooncakeStore:
         if settings.preferred_segment and settings.global_segment_size:
             self._placement.preferred_segment = client.get_hostname()
 
+    @property
+    def address(self) -> str:
+        """`host:port` by which other clients find this one. Only after `connect`."""
+        return str(self._client.get_hostname())
+
     def _set_up(self, client: Any, host: str) -> int:
         """Mooncake's code; 0 is well."""
         settings = self._settings

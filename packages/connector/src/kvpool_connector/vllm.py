@@ -211,6 +211,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         engine = shared_engine(store_settings)
         store = MooncakeStore(store_settings, self._settings, bind_thread=device.bind_thread, engine=engine)
         store.connect()
+        tell_joined(store, store_settings)
         model = model_of(self._vllm_config, self._settings)
         rank = this_rank()
         trace = trace_of(self._vllm_config)
@@ -293,6 +294,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         guest = store_settings.model_copy(update={"global_segment_size": 0, "local_buffer_size": 0})
         store = MooncakeStore(guest, self._settings)
         store.connect()
+        tell_joined(store, guest)
         return StoreLookup(store, outage, limit)
 
     @classmethod
@@ -502,6 +504,18 @@ def register() -> None:
     name = KVPoolConnector.__name__
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, "kvpool_connector.vllm", name)
+
+
+def tell_joined(store: MooncakeStore, settings: StoreSettings) -> None:
+    """Say where this process listens from now on."""
+    logger.info(
+        "event=joined master=%s as=%s protocol=%s segment_bytes=%d: Mooncake's client listens for other clients, on "
+        "every interface of this machine",
+        settings.master_server_address,
+        store.address,
+        settings.protocol,
+        settings.global_segment_size,
+    )
 
 
 def trace_of(config: VllmConfig) -> Trace | None:
