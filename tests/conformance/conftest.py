@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from kvpool_conformance.plugin import MARK, not_run
-from tests.targets.npu import npu, unreachable
+from tests.targets.npu import npu, npu_stand_in, unreachable
 from tests.targets.real_mooncake import mooncake
 from tests.targets.simulator import simulator
 from tests.targets.target import Target
@@ -17,6 +17,7 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Target]]] = {
     "simulator": simulator,
     "mooncake": mooncake,
     "npu": npu,
+    "npu-stand-in": npu_stand_in,
 }
 
 

@@ -15,7 +15,6 @@ from kvpool_connector.contract.shards import RankShards, ShardMap
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import SessionStore
 from kvpool_connector.contract.topology import Topology
-from kvpool_connector.host import HostDevice
 from kvpool_connector.metadata import GroupBlocks, LoadJob, SaveJob, StepMetadata
 from kvpool_connector.registration import GroupSpec
 from kvpool_connector.worker import PoolWorker
@@ -24,6 +23,7 @@ from kvpool_simulator.device.arena import Bytes
 from kvpool_simulator.device.content import page_content
 from kvpool_simulator.device.spec import Order
 from tests.targets.caches import cache_spec, content_name
+from tests.targets.memory import HostMemory, Memory
 
 
 def block_hash(content: str) -> bytes:
@@ -71,15 +71,22 @@ class LocalNode:
     """A `kvpool_conformance.backend.Node` in this process."""
 
     def __init__(
-        self, deployment: Deployment, rank: int, store: SessionStore, staging_bytes: int = 8 << 20, **more: object
+        self,
+        deployment: Deployment,
+        rank: int,
+        store: SessionStore,
+        staging_bytes: int = 8 << 20,
+        memory: Memory | None = None,
+        **more: object,
     ) -> None:
-        """`more`: further settings. `store` is connected; `close` closes it."""
+        """`more`: further settings. `store` is connected; `close` closes it. `memory`: by default the host's."""
         case = deployment.case
         spec = cache_spec(case, deployment.tp_size, rank)
         self._groups = sorted({entry.group for entry in spec.entries})
         # One content stands for a block of every group, and no block id is in two groups.
         self._caches = allocate(spec, case.num_blocks * len(self._groups), extra_blocks=case.spare_blocks)
         self._group_of = {entry.layer_name: self._groups.index(entry.group) for entry in spec.entries}
+        self._memory = memory or HostMemory()
         self._store = store
         self._topology = topology_of(deployment)
         self._rank = list(self._topology.ranks())[rank]
@@ -97,13 +104,13 @@ class LocalNode:
         self._worker = PoolWorker(
             PoolSettings.model_validate(settings),
             store,
-            HostDevice(),
+            self._memory.device,
             self._topology,
             self._rank,
             ModelIdentity(deployment.model),
         )
         groups = [group_spec(self._caches, group, case, self._topology) for group in self._groups]
-        self._announced = self._worker.register(self._caches.kv_caches, groups)
+        self._announced = self._worker.register(self._memory.place(self._caches), groups)
         self._snapshot = self._caches.snapshot()
 
     def all_ranks(self) -> list[RankShards]:
@@ -125,6 +132,7 @@ class LocalNode:
     def fill(self, contents: Mapping[int, str]) -> None:
         for layer_name, index, block_id, content in self._contents(contents):
             self._caches.write(layer_name, index, block_id, self._expected(layer_name, index, content))
+        self._memory.to_device()
 
     def save(self, contents: Mapping[int, str]) -> int:
         before = self._worker.counters.totals()
@@ -133,14 +141,17 @@ class LocalNode:
         pages = {page: np.frombuffer(self._caches.read(*page), np.uint8) for page in self._pages_of(contents)}
         for page, value in pages.items():
             self._caches.write(*page, ~value)
+        self._memory.to_device()
         for layer in self._hooked():
             # Only now are the layer's pages computed: nothing may have been saved before.
             for page, value in pages.items():
                 if content_name(page[0]) == content_name(layer):
                     self._caches.write(*page, value)
+            self._memory.to_device()
             self._worker.save_layer(layer)
         for page, value in pages.items():
             self._caches.write(*page, value)
+        self._memory.to_device()
         self._worker.end_step(step)
         assert self._worker.drain(300), "saves did not end"
         after = self._worker.counters.totals()
@@ -169,10 +180,13 @@ class LocalNode:
         for layer in self._hooked():
             pages = [page for page in self._pages_of(contents) if content_name(page[0]) == content_name(layer)]
             # An indexer of its own has no hook: it reads in front of its layer's.
+            self._memory.from_device()
             seen |= {page: self._caches.read(*page) for page in pages if page[0] != layer}
             self._worker.wait_layer(layer)
+            self._memory.from_device()
             seen |= {page: self._caches.read(*page) for page in pages if page[0] == layer}
         self._worker.end_step(step)
+        self._memory.from_device()
         failed = self._worker.take_failed_blocks()
         early = [page for page, value in seen.items() if page[2] not in failed and value != self._caches.read(*page)]
         assert not early, f"layers were computed before these pages had landed: {early[:4]}"
@@ -180,9 +194,11 @@ class LocalNode:
 
     def poison(self) -> None:
         self._caches.poison()
+        self._memory.to_device()
         self._snapshot = self._caches.snapshot()
 
     def mismatches(self, contents: Mapping[int, str]) -> list[str]:
+        self._memory.from_device()
         wrong = []
         for layer_name, index, block_id, content in self._contents(contents):
             expected = self._expected(layer_name, index, content)
@@ -197,6 +213,7 @@ class LocalNode:
         return wrong
 
     def changed_outside(self, block_ids: Sequence[int]) -> list[str]:
+        self._memory.from_device()
         ranges = [
             page
             for index, group in enumerate(self._groups)

@@ -11,6 +11,7 @@ from typing import Any
 from kvpool_conformance.cases import Deployment
 from kvpool_connector.contract.store import SessionStore
 from tests.targets.borrowed import Borrowed
+from tests.targets.memory import MemoryFactory
 from tests.targets.node import LocalNode
 
 ANSWER_LIMIT_S = 300.0
@@ -18,7 +19,7 @@ StoreFactory = Callable[[str, int], SessionStore]
 """(master address, segment bytes) -> a connected store; a module-level function, so that it can cross processes."""
 
 
-def serve(connection: Connection, make_store: StoreFactory, address: str) -> None:
+def serve(connection: Connection, make_store: StoreFactory, make_memory: MemoryFactory, address: str) -> None:
     """The other process: one node after another does what it is asked, until told to end or left alone."""
     store: SessionStore | None = None
     node: LocalNode | None = None
@@ -28,7 +29,7 @@ def serve(connection: Connection, make_store: StoreFactory, address: str) -> Non
         if name == "open":
             store = store or make_store(address, 0)
             deployment, rank, staging_bytes = values
-            node = LocalNode(deployment, rank, Borrowed(store), staging_bytes)
+            node = LocalNode(deployment, rank, Borrowed(store), staging_bytes, make_memory())
             return None
         assert node is not None, f"{name} was asked of no node"
         found = getattr(node, name)(*values)
@@ -54,9 +55,9 @@ def serve(connection: Connection, make_store: StoreFactory, address: str) -> Non
 class OtherProcess:
     """A process for nodes; starting one takes seconds, so it serves one node after another."""
 
-    def __init__(self, make_store: StoreFactory, address: str) -> None:
+    def __init__(self, make_store: StoreFactory, make_memory: MemoryFactory, address: str) -> None:
         self._connection, other = multiprocessing.Pipe()
-        arguments = (other, make_store, address)
+        arguments = (other, make_store, make_memory, address)
         self._process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         other.close()

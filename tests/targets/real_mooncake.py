@@ -72,10 +72,10 @@ class RealMaster:
             time.sleep(0.05)
         raise RuntimeError(f"mooncake_master did not answer at {self.address} within {START_LIMIT_S:g} s")
 
-    def start_owner(self) -> None:
+    def start_owner(self, script: str = OWNER) -> None:
         """Start the process that owns the memory, so that objects outlive whoever stores them."""
         self.owner = subprocess.Popen(
-            [sys.executable, "-c", OWNER, self.address, str(self._segment_bytes)],
+            [sys.executable, "-c", script, self.address, str(self._segment_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ from kvpool_connector.contract.shards import RankShards
 from kvpool_connector.contract.store import SessionStore
 from tests.targets.borrowed import Borrowed
 from tests.targets.caches import cache_spec
+from tests.targets.memory import HostMemory, MemoryFactory
 from tests.targets.node import LocalNode, block_hash
 from tests.targets.process import OtherProcess, RemoteNode, StoreFactory
 
@@ -18,13 +19,22 @@ from tests.targets.process import OtherProcess, RemoteNode, StoreFactory
 class Target:
     """A `StoreBackend` and a `CacheBackend` in one."""
 
-    def __init__(self, name: str, address: str, make_store: StoreFactory, lease_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        make_store: StoreFactory,
+        lease_s: float,
+        make_memory: MemoryFactory = HostMemory,
+        num_clients: int = 2,
+    ) -> None:
         """`make_store` connects to the master at `address`, which has memory already."""
         self.name = name
         self.lease_s = lease_s
         self.address = address
         self._make_store = make_store
-        self._clients = [make_store(address, 0) for _ in range(2)]
+        self._make_memory = make_memory
+        self._clients = [make_store(address, 0) for _ in range(num_clients)]
         self._lent = 0
         self._announced: dict[Deployment, list[RankShards]] = {}
         self._idle: list[OtherProcess] = []
@@ -33,8 +43,8 @@ class Target:
 
     @contextmanager
     def open(self) -> Iterator[SessionStore]:
-        """Two clients, lent in turn: what one writes the other reads."""
-        store = Borrowed(self._clients[self._lent % 2])
+        """Clients, lent in turn: what one writes the other reads."""
+        store = Borrowed(self._clients[self._lent % len(self._clients)])
         self._lent += 1
         try:
             yield store
@@ -72,7 +82,7 @@ class Target:
                 remote.close()
             return
         with self.open() as store:
-            local = LocalNode(deployment, rank, store, staging_bytes)
+            local = LocalNode(deployment, rank, store, staging_bytes, self._make_memory())
             self._announced[deployment] = local.all_ranks()
             try:
                 yield local
@@ -82,7 +92,7 @@ class Target:
     @contextmanager
     def _other_process(self) -> Iterator[OtherProcess]:
         """An idle process, or another one. Whatever went wrong in it ends it."""
-        process = self._idle.pop() if self._idle else OtherProcess(self._make_store, self.address)
+        process = self._idle.pop() if self._idle else OtherProcess(self._make_store, self._make_memory, self.address)
         try:
             yield process
         except BaseException:

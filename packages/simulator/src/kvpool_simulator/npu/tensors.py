@@ -62,7 +62,7 @@ class NpuTensor(torch.Tensor):
         hosts = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, NpuTensor)]
         schema, name = func._schema, func._schema.name
         copies = name == "aten::copy_" and isinstance(args[0], NpuTensor)
-        if any(value.dim() for value in hosts) and not copies:
+        if any(value.dim() for value in hosts) and name != "aten::copy_":
             raise BrokenRuleError(f"{name} of tensors on npu:{index} and on the host; expected all on one device")
         if name == "aten::copy_" and not copies:
             args[0].copy_(first.cpu())
