@@ -52,6 +52,17 @@ def test_python_runs(page: str, text: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+KINDS = {"python", "json", "console", "yaml"}
+"""Languages of code blocks that a test runs or parses; `text` is no code."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_code_block_is_held_by_a_test(page: Path) -> None:
+    fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert fences[1::2] == [""] * (len(fences) // 2), "a block that does not end"
+    assert set(fences[::2]) <= KINDS | {"text"}
+
+
 def test_the_toy_backend_is_judged(tmp_path: Path) -> None:
     (text,) = [text for page, text in blocks("python") if page == "docs/write-a-backend.md"]
     right = "return Status.CORRUPT"
