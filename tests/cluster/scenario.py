@@ -181,6 +181,7 @@ def _swarm(seed: int, random: Random) -> Scenario:
         "outage_pause_s": random.choice((0.01, 0.1, 5.0)),
         "fence_timeout_s": random.choice((0.0, 0.005, 0.05)),
         **_by_layers(Random(f"layers/{seed}")),
+        **(_checked(Random(f"checked/{seed}")) if transfer == "packed" else {}),
     }
     made = Scenario(
         seed,
@@ -217,6 +218,11 @@ def _by_layers(random: Random) -> dict[str, Any]:
         "layerwise_session_limit_s": random.choice((0.01, 1.0, 20.0)),
         "layerwise_renew_s": random.choice((0.02, 0.1, 2.0)),
     }
+
+
+def _checked(random: Random) -> dict[str, Any]:
+    """Checksums and audits, which need packed transfer, in half of the seeds each."""
+    return {"integrity": random.choice(("off", "off", "sampled", "on")), "audit_every": random.choice((0, 0, 1, 5))}
 
 
 def _soak(seed: int, random: Random) -> Scenario:
