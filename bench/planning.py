@@ -128,7 +128,7 @@ def shard_map(topology: Topology) -> ShardMap:
         content = ComponentContent("kv", "bfloat16", (BLOCK_SIZE, heads.count, 128), "NHD")
         layer = LayerContent(str(rank.pp), (content,))
         descriptor = Descriptor(ModelIdentity("bench"), 0, BLOCK_SIZE, heads, topology.context(rank), (layer,))
-        announced.append(RankShards(rank, "bench", 0, topology.writer(rank), ((descriptor,),)))
+        announced.append(RankShards(rank, "bench", 0, (topology.writer(rank),), ((descriptor,),)))
     return ShardMap(topology, announced)
 
 

@@ -32,7 +32,7 @@ def audit(engines: Sequence[Engine]) -> tuple[list[str], int, int]:
                     failed, wrong = _check(rank.side, rank.memory, number, group, some, *_now(engine))
                     count += len(some) - len(failed)
                     missing += sum(
-                        (index + 1) * group.tokens <= request.num_prompt_tokens
+                        (index + 1) * group.tokens <= request.num_prompt_tokens and not group.state
                         for i in failed
                         for request, index in (some[i - 1][2],)
                     )
@@ -98,11 +98,12 @@ def _check(
     for block_id, (_, _, (request, index)) in zip(ids, wanted, strict=True):
         if block_id in failed:
             continue
-        start, end = index * group.tokens, (index + 1) * group.tokens
+        end = (index + 1) * group.tokens
+        start = end - 1 if group.state else index * group.tokens
         request.key_at(end - 1)
         keys = weighed(np.array(request.truth.keys[start:end], np.uint64), weights)
         table = [0] * index + [block_id]
-        rows = memory.rows(keys, table, group.tokens, start)
+        rows = memory.rows(keys, table, group.tokens, start, state=group.state)
         for name in group.layer_names:
             for component in memory.layers.get(name, []):
                 differs = component.wrong(rows.block_ids, rows.rows_at, component.expected(rows.keys))

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvpool_connector import events, fence, loader, saver, scheduler, tracker, worker
-from kvpool_connector.contract import shards
+from kvpool_connector.contract import shards, topology
 from kvpool_connector.contract.status import Status
 
 FOUND_AT = {
@@ -121,6 +121,7 @@ wrap(
     "finished",
     lambda right, self, request_id, num_tokens, **named: right(self, request_id, num_tokens + 1, **named),
 )
+plant("ranks that hold one KV head share a state's key", topology.Topology, "with_heads", lambda self, num_heads: self)
 plant("a sliding window is one block short", tracker.GroupRule, "first_needed", lambda self, b: b // self.block_size)
 wrap(
     "failed blocks are not reported",

@@ -21,7 +21,6 @@ from kvpool_connector.lookup import StoreLookup
 from kvpool_connector.mooncake import MooncakeStore
 from kvpool_connector.outage import Outage
 from kvpool_connector.scheduler import PoolScheduler
-from kvpool_connector.tracker import GroupRule
 from kvpool_connector.worker import PoolWorker
 from kvpool_simulator.clock import VirtualClock
 from kvpool_simulator.device import Event
@@ -31,7 +30,7 @@ from kvpool_simulator.store import MasterOptions, MooncakeDistributedStore, Repl
 from kvpool_simulator.store.segment import Owner
 from tests.cluster.audit import audit
 from tests.cluster.device import SimulatedDevice
-from tests.cluster.ranks import groups_of, memory_of, registered_groups, topology_of
+from tests.cluster.ranks import groups_of, memory_of, registered_groups, rule_of, topology_of
 from tests.cluster.scenario import Scenario, scenario
 from tests.cluster.sides import PoolSchedulerSide, PoolWorkerSide
 from tests.cluster.told import Told
@@ -158,10 +157,7 @@ class Cluster:
             ranks.append(
                 Rank(memory, PoolWorkerSide(worker, scenario.limits.order, len(groups), settings.use_layerwise))
             )
-        rules = [
-            GroupRule(group.tokens, None if group.sliding_window is None else group.sliding_window - 1)
-            for group in groups
-        ]
+        rules = [rule_of(group) for group in groups]
         outage = Outage(clock, settings.outage_pause_s)
         lookup = StoreLookup(self._store(settings), outage, settings.lookup_timeout_s)
         events = BlockEvents()

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from kvpool_simulator.device import MODELS
 from kvpool_simulator.engine import Limits, Mix, Order, Timing
 
 PROFILES = ("lite", "swarm", "soak")
 HYBRID = "tiny-hybrid"
 """A model made here: full attention and a sliding window, two groups."""
+STATES = "tiny-states"
+"""A model made here: full attention, and two groups of layers whose blocks hold states."""
+MADE_HERE = (HYBRID, STATES)
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,25 @@ def _shape(random: Random) -> Shape:
     return Shape(model, tp, random.choice((1, 1, 2)), pcp, dcp, interleave, options)
 
 
+def _with_states(shape: Shape, random: Random) -> Shape:
+    """In place of one shape in ten a model with states."""
+    if random.random() >= 0.1:
+        return shape
+    return Shape(STATES, tp=random.choice((1, 2, 4)), block_sizes=(random.choice((16, 32)),) * 3)
+
+
+def _with_cuts(shape: Shape, random: Random) -> Shape:
+    """In one run in five, objects cut along the layers: each by itself, or, on one stage, anywhere."""
+    if shape.model in MADE_HERE or random.random() >= 0.2:
+        return shape
+    count = MODELS[shape.model].num_layers
+    first = random.randrange(1, count)
+    return replace(shape, cuts=(first, count - first) if shape.pp == 1 else (1,) * count)
+
+
 def _swarm(seed: int, random: Random) -> Scenario:
     """Anything that users, sizes and stores may do at once."""
-    shape = _shape(random)
+    shape = _with_cuts(_with_states(_shape(random), Random(f"states/{seed}")), Random(f"cuts/{seed}"))
     order = random.choice(tuple(Order))
     several = len(shape.block_sizes) > 1
     if several:
@@ -155,7 +175,7 @@ def _swarm(seed: int, random: Random) -> Scenario:
         max_batched_tokens=random.choice((32, 64, 256, 2048)),
         max_requests=random.choice((2, 8, 32)),
         max_chunk=random.choice((None, None, 24, 100)),
-        num_draft_tokens=random.choice((0, 0, 1, 3)),
+        num_draft_tokens=random.choice((0, 0, 1, 3)) * (shape.model != STATES),
         asynchronous=random.random() < 0.5,
         caching=random.random() < 0.85,
         order=order,
@@ -183,6 +203,8 @@ def _swarm(seed: int, random: Random) -> Scenario:
         **_by_layers(Random(f"layers/{seed}")),
         **(_checked(Random(f"checked/{seed}")) if transfer == "packed" else {}),
     }
+    if shape.model.startswith("tiny-qwen") and Random(f"heads/{seed}").random() < 0.3:
+        settings["kv_head_split"] = "head"
     made = Scenario(
         seed,
         "swarm",

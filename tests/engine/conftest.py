@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.engine import Engine, engine
-from tests.engine.models import BLOCK_SIZE, SLIDING_WINDOW, make_model
+from tests.engine.models import BLOCK_SIZE, LINEAR, NUM_LINEAR, SLIDING_WINDOW, make_model
 from tests.engine.prompts import PROMPTS, poolable
 from tests.engine.serving import Answer
 from tests.engine.spec import EngineSpec, write_mooncake_json
@@ -178,8 +178,11 @@ def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
 
 
 def num_objects(kind: str, block_size: int) -> int:
-    """Objects that an engine of one rank reads for `PROMPTS`: of a sliding window only what the window reaches."""
+    """Objects that an engine of one rank reads for `PROMPTS`: of windows and states only what computing on needs."""
     blocks = [hit // block_size for hit in poolable(block_size)]
+    if kind == LINEAR:
+        # Of each layer with states only the last one is read.
+        return sum(blocks) + NUM_LINEAR * sum(count > 0 for count in blocks)
     if kind != "two-groups":
         return sum(blocks)
     # The token at the boundary sees itself and the window's others before it.

@@ -136,8 +136,20 @@ def skip_last_layer() -> None:
 
     def scatter(self: Any, ids: Sequence[int], address: int) -> None:
         numbers, objects = self._arrays(ids, address)
-        for offset, view in self._pieces[:-1]:
-            view[numbers] = objects[:, offset : offset + view.shape[1]]
+        for part, pages in self._pages[:-1]:
+            pages[numbers] = objects[:, part].reshape(-1, *pages.shape[1:])
+
+    _scatter(scatter)
+
+
+def clear_objects_of(num_bytes: str) -> None:
+    """Objects of this size arrive as zeros. (Not loading them might show nothing: an engine that computes the same
+    again may find its own of before in the same blocks.)"""
+
+    def scatter(self: Any, ids: Sequence[int], address: int) -> None:
+        RIGHT_SCATTER(self, ids, address)
+        for _, pages in self._pages if self._object_bytes == int(num_bytes) else ():
+            pages[list(ids)] = 0
 
     _scatter(scatter)
 
@@ -147,9 +159,9 @@ def swap_layers() -> None:
 
     def scatter(self: Any, ids: Sequence[int], address: int) -> None:
         numbers, objects = self._arrays(ids, address)
-        for source, target in zip((1, 0, *range(2, len(self._pieces))), range(len(self._pieces)), strict=True):
-            offset, view = self._pieces[source][0], self._pieces[target][1]
-            view[numbers] = objects[:, offset : offset + view.shape[1]]
+        for source, target in zip((1, 0, *range(2, len(self._pages))), range(len(self._pages)), strict=True):
+            part, pages = self._pages[source][0], self._pages[target][1]
+            pages[numbers] = objects[:, part].reshape(-1, *pages.shape[1:])
 
     _scatter(scatter)
 

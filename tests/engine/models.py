@@ -11,8 +11,15 @@ MAX_LENGTH = 4096
 SLIDING_WINDOW = 64
 """Tokens, of the layers of the kind `two-groups` that have one."""
 KINDS = ("gqa", "mla", "two-groups")
-BLOCK_SIZE = {"gqa": 32, "mla": 16, "two-groups": 32}
-"""vLLM on a CPU takes these: MLA 16, else multiples of 32."""
+"""Kinds whose caches hold tokens alone."""
+LINEAR = "linear"
+"""A kind with linear attention in all but the last layer: a block of theirs holds a state."""
+NUM_LINEAR = 3
+"""Its layers with states, each a KV cache group."""
+STATE_BYTES = "35840"
+"""Of one layer: a convolution's last 3 of 512 columns, and 4 heads of 64 by 64, in bf16."""
+BLOCK_SIZE = {"gqa": 32, "mla": 16, "two-groups": 32, LINEAR: 96}
+"""vLLM on a CPU takes these: MLA 16, else multiples of 32; with states as many tokens as have a state's bytes."""
 
 
 def make_model(kind: str, directory: Path, num_layers: int = 3, hidden_size: int = 256) -> Path:
@@ -41,6 +48,10 @@ GAINS = {
 EMBEDDING_SPREAD = 0.3
 
 
+SLOW_DECAY = {"A_log": -4.0, "dt_bias": -2.0}
+"""Of a state: what came first must show in it for some hundred tokens."""
+
+
 def _randomise(model: Any) -> None:
     """Weights under which every token hangs on the whole context.
 
@@ -50,7 +61,9 @@ def _randomise(model: Any) -> None:
     import torch
 
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 or name.endswith("bias"):
+        if (last := name.rsplit(".", 1)[-1]) in SLOW_DECAY:
+            torch.nn.init.constant_(parameter, SLOW_DECAY[last])
+        elif parameter.dim() == 1 or name.endswith("bias"):
             torch.nn.init.constant_(parameter, float(name.endswith("norm.weight") or "layernorm" in name))
         elif "embed_tokens" in name:
             torch.nn.init.normal_(parameter, std=EMBEDDING_SPREAD)
@@ -140,7 +153,42 @@ def _gpt_oss(num_layers: int, hidden_size: int) -> Any:
     )
 
 
-MAKERS: dict[str, Callable[[int, int], Any]] = {"gqa": _qwen2, "mla": _deepseek_v2, "two-groups": _gpt_oss}
+def _qwen3_next(num_layers: int, hidden_size: int) -> Any:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size,
+            num_hidden_layers=num_layers + 1,
+            full_attention_interval=num_layers + 1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            linear_conv_kernel_dim=4,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            # vLLM wants one layer of experts.
+            mlp_only_layers=list(range(num_layers)),
+            max_position_embeddings=MAX_LENGTH,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+MAKERS: dict[str, Callable[[int, int], Any]] = {
+    "gqa": _qwen2,
+    "mla": _deepseek_v2,
+    "two-groups": _gpt_oss,
+    LINEAR: _qwen3_next,
+}
 
 
 def _tokenizer() -> Any:

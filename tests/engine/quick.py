@@ -1,6 +1,6 @@
 """One engine saves, a fresh one loads; no test framework, all that was counted in view.
 
-    python -m tests.engine.quick [gqa|mla|two-groups] [kv_connector_extra_config as JSON]
+    python -m tests.engine.quick [gqa|mla|two-groups|linear] [kv_connector_extra_config as JSON]
 
 Ends with 0 when the tokens are those of an engine without a connector and every whole block came from the pool.
 """
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tests.engine.engine import engine
-from tests.engine.models import BLOCK_SIZE, KINDS, make_model
+from tests.engine.models import BLOCK_SIZE, KINDS, LINEAR, make_model
 from tests.engine.prompts import PROMPTS, poolable
 from tests.engine.spec import EngineSpec, write_mooncake_json
 from tests.targets.real_mooncake import real_master
@@ -24,7 +24,7 @@ from tests.targets.real_mooncake import real_master
 def main() -> int:
     """Three engines, a line each."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.quick")
-    parser.add_argument("kind", nargs="?", choices=KINDS, default="gqa")
+    parser.add_argument("kind", nargs="?", choices=(*KINDS, LINEAR), default="gqa")
     parser.add_argument("extra", nargs="?", type=json.loads, default={})
     asked = parser.parse_args()
     block_size = BLOCK_SIZE[asked.kind]

@@ -92,6 +92,9 @@ class EngineSpec:
         if self.model.name.startswith("mla"):
             # vLLM's CPU rotary op gives batch-dependent results for this family (0.32.0).
             arguments["compilation_config"] = {"custom_ops": ["none"]}
+        if self.model.name.startswith("linear"):
+            # The CPU's linear attention takes bf16 alone (0.32.0), and only in this mode are states kept.
+            arguments |= {"dtype": "bfloat16", "mamba_cache_mode": "align", "enable_prefix_caching": True}
         if self.num_blocks is not None:
             arguments["num_gpu_blocks_override"] = self.num_blocks
         if (config := self.transfer_config()) is not None:

@@ -57,6 +57,7 @@ def group_spec(caches: Caches, group: int, case: CacheCase, topology: Topology) 
         order="NZ" if place.component.order is Order.NZ else "NHD",
         kind=kind if tokens else "state",
         context_size=topology.cp_size,
+        num_heads=None if tokens else topology.tp_size,
     )
 
 
@@ -110,6 +111,7 @@ class LocalNode:
             ModelIdentity(deployment.model),
         )
         groups = [group_spec(self._caches, group, case, self._topology) for group in self._groups]
+        self._topologies = [self._topology.with_heads(group.num_heads) for group in groups]
         self._announced = self._worker.register(self._memory.place(self._caches), groups)
         self._snapshot = self._caches.snapshot()
 
@@ -117,16 +119,20 @@ class LocalNode:
         """What every rank of the deployment announces: they differ in their heads and tokens alone."""
         ranks = []
         for rank in self._topology.ranks():
-            first, context = self._topology.heads(rank).first, self._topology.context(rank)
+            context = self._topology.context(rank)
             descriptors = tuple(
                 tuple(
-                    replace(one, heads=replace(one.heads, first=first + i * one.heads.count), context=context)
+                    replace(
+                        one,
+                        heads=replace(one.heads, first=topology.heads(rank).first + i * one.heads.count),
+                        context=context,
+                    )
                     for i, one in enumerate(of_group)
                 )
-                for of_group in self._announced.descriptors
+                for of_group, topology in zip(self._announced.descriptors, self._topologies, strict=True)
             )
-            writer = self._topology.writer(rank)
-            ranks.append(replace(self._announced, rank=rank, descriptors=descriptors, writer=writer))
+            writers = tuple(topology.writer(rank) for topology in self._topologies)
+            ranks.append(replace(self._announced, rank=rank, descriptors=descriptors, writers=writers))
         return ranks
 
     def fill(self, contents: Mapping[int, str]) -> None:

@@ -27,6 +27,7 @@ from kvpool_connector.engine import (
     view_of,
 )
 from kvpool_connector.hashing import Hashing
+from kvpool_connector.tracker import GroupRule
 
 
 def config(**parallel: int) -> Any:
@@ -111,7 +112,7 @@ class SlidingWindowSpec(Thing):
 
 
 class MambaSpec(Thing):
-    """Not supported."""
+    """States."""
 
 
 class FullAttentionSpec(Thing):
@@ -122,8 +123,36 @@ def test_rules() -> None:
     topology = Topology(1, 4, pcp_size=2, dcp_size=2)
     assert rule_of(FullAttentionSpec(block_size=128, sliding_window=None), topology).block_size == 512
     assert rule_of(SlidingWindowSpec(block_size=16, sliding_window=64), Topology(1)).window == 63
-    with pytest.raises(ConfigError, match="serve this model without the pool"):
-        rule_of(MambaSpec(block_size=16), topology)
+    spec = MambaSpec(block_size=96, mamba_cache_mode="align", num_speculative_blocks=0)
+    assert rule_of(spec, Topology(2, 4)) == GroupRule(96, 1, state=True)
+    spec.num_speculative_blocks = 1
+    assert rule_of(spec, Topology(2, 4)) == GroupRule(96, 1, state=True, prompts_only=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "topology", "words"),
+    [
+        ("all", Topology(1), "MambaSpec with mamba_cache_mode 'all' keeps no state .* --mamba-cache-mode align and"),
+        (None, Topology(1), "mamba_cache_mode None keeps no state at the end of a block; start the engine with"),
+        ("align", Topology(1, 2, pcp_size=2), r"context parallelism \(prefill 2, decode 1\).* set both sizes to 1"),
+        ("align", Topology(1, 2, dcp_size=2), r"context parallelism \(prefill 1, decode 2\).* set both sizes to 1"),
+    ],
+)
+def test_states_that_cannot_be_pooled_are_refused_in_words(mode: str | None, topology: Topology, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rule_of(MambaSpec(block_size=96, mamba_cache_mode=mode, num_speculative_blocks=0), topology)
+
+
+@pytest.mark.parametrize(("replicated", "expected"), [(False, 4), (True, 1)])
+def test_b1_states_are_split_over_all_ranks_however_many_heads_there_are(replicated: bool, expected: int) -> None:
+    made = config()
+    made.parallel_config.tensor_parallel_size = 4
+    groups = [
+        Thing(layer_names=["a"], kv_cache_spec=FullAttentionSpec(block_size=16)),
+        Thing(layer_names=["s"], kv_cache_spec=MambaSpec(block_size=16, tp_replicated=replicated)),
+    ]
+    specs = groups_of(made, Thing(kv_cache_groups=groups, num_blocks=9), {"a": None, "s": None}, ("NHD",))
+    assert [(spec.kind, spec.num_heads) for spec in specs] == [("attention", None), ("state", expected)]
 
 
 def test_hash_block_size() -> None:

@@ -67,7 +67,7 @@ class Bench:
                 )
                 for group, rule in enumerate(rules)
             )
-            announced.append(RankShards(rank, "n", 0, topology.writer(rank), descriptors))
+            announced.append(RankShards(rank, "n", 0, (topology.writer(rank),) * len(descriptors), descriptors))
         self.shards = ShardMap(topology, announced)
         self.scheduler.set_shards(self.shards)
 
@@ -420,6 +420,55 @@ class TestSeveralGroups:
         assert bench.schedule(view, 40, 40, [[3], [14, 15]], False) == ()
         bench.scheduler._unconfirmed.clear()
         assert saved(bench.schedule(view, 80, 20, [[4], [16, 17]], False)) == [(0, 2), (0, 3), (1, 16)]
+
+
+class TestStates:
+    """Full attention beside a group whose blocks of 16 tokens hold states."""
+
+    def bench(self, prompts_only: bool = False) -> Bench:
+        rules = [GroupRule(16), GroupRule(16, 1, state=True, prompts_only=prompts_only)]
+        return Bench(rules, save_decode_cache=True)
+
+    def test_a_hit_needs_the_state_at_its_end_and_all_tokens(self) -> None:
+        bench = self.bench()
+        view = bench.view(100)
+        bench.store(view, range(6), group=0)
+        bench.store(view, [1, 3], group=1)
+        assert bench.scheduler.num_matched_tokens(view, 0) == (64, True)
+        bench.scheduler.allocated(view, [[1, 2, 3, 4], [None, None, None, 9]], 64)
+        (job,) = bench.scheduler.build_step([]).loads
+        assert [group.block_ids for group in job.blocks] == [(1, 2, 3, 4), (9,)]
+
+    def test_a_part_of_a_block_that_the_engine_has_is_left_to_it(self) -> None:
+        bench = self.bench()
+        view = bench.view(100)
+        for group in (0, 1):
+            bench.store(view, range(6), group=group)
+        assert bench.scheduler.num_matched_tokens(view, 24) == (0, False)
+        assert bench.scheduler.num_matched_tokens(view, 32) == (64, True)
+
+    @pytest.mark.parametrize(("end", "states"), [(48, [(1, 12)]), (47, []), (50, [])])
+    def test_a_state_is_saved_only_where_the_step_ends_with_its_block(
+        self, end: int, states: list[tuple[int, int]]
+    ) -> None:
+        bench = self.bench()
+        view = bench.view(100)
+        bench.scheduler.allocated(view, [[], []], 0)
+        bench.schedule(view, 0, 16, [[1], [11]], True)
+        # The block of before is still in the table, with the state of before.
+        jobs = bench.schedule(view, 16, end - 16, [[2, 3, 4], [None, 12, 13]], False)
+        assert [pair for pair in saved(jobs) if pair[0] == 1] == states
+
+    @pytest.mark.parametrize(("prompts_only", "expected"), [(False, [(1, 12)]), (True, [])])
+    def test_c17_after_a_step_that_may_guess_a_state_is_not_taken_for_its_blocks(
+        self, prompts_only: bool, expected: list[tuple[int, int]]
+    ) -> None:
+        bench = self.bench(prompts_only)
+        view = bench.view(32, prompt=20)
+        bench.scheduler.allocated(view, [[], []], 0)
+        assert [pair for pair in saved(bench.schedule(view, 0, 16, [[1], [11]], True)) if pair[0]] == [(1, 11)]
+        jobs = bench.schedule(view, 16, 16, [[2], [12]], False)
+        assert [pair for pair in saved(jobs) if pair[0] == 1] == expected
 
 
 TOKEN_SOURCES = ("tokens_engine", "tokens_pool", "tokens_computed")

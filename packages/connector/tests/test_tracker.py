@@ -19,6 +19,22 @@ def test_a_window_of_single_tokens() -> None:
     assert [GroupRule(1, 2).first_needed(boundary) for boundary in range(5)] == [0, 0, 0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("rule", "start", "end", "first"),
+    [
+        (GroupRule(16), 40, 80, 0),
+        (GroupRule(16, 39), 40, 80, 2),
+        (GroupRule(16, 1, state=True), 0, 80, 4),
+        (GroupRule(16, 1, state=True), 40, 80, 4),
+        (GroupRule(16, 1, state=True), 79, 80, 4),
+        (GroupRule(16, 1, state=True), 0, 79, 5),
+        (GroupRule(16, 1, state=True), 79, 81, 6),
+    ],
+)
+def test_the_first_block_that_is_certain_after_a_step(rule: GroupRule, start: int, end: int, first: int) -> None:
+    assert rule.first_certain(start, end) == first
+
+
 def test_tables_grow_and_start_over_together() -> None:
     tracker = RequestTracker(RequestView("r", 40, 40, []), [[1], [None]])
     tracker.append_blocks([[2, 3], [4]])

@@ -95,6 +95,7 @@ def groups_of(config: Any, cache_config: Any, kv_caches: dict[str, Any], orders:
             open_orders=tuple(orders[1:]),
             kind=_kind_of(group.kv_cache_spec, config),
             context_size=context_size,
+            num_heads=_num_states(group.kv_cache_spec, config),
         )
         for group in cache_config.kv_cache_groups
     ]
@@ -105,6 +106,13 @@ def _kind_of(spec: Any, config: Any) -> str:
     if "Mamba" in type(spec).__name__:
         return "state"
     return "latent" if config.model_config.use_mla else "attention"
+
+
+def _num_states(spec: Any, config: Any) -> int | None:
+    """A state is split over all tensor-parallel ranks however many KV heads there are, or is the same on all."""
+    if _kind_of(spec, config) != "state":
+        return None
+    return 1 if getattr(spec, "tp_replicated", False) else int(config.parallel_config.tensor_parallel_size)
 
 
 def orders_of(config: Any, settings: PoolSettings, axes: str) -> tuple[str, ...]:
@@ -127,13 +135,28 @@ def rule_of(spec: Any, topology: Topology) -> GroupRule:
     """A group's rule of hits. Raises `ConfigError` for a kind of cache that is not supported."""
     name = type(spec).__name__
     if "Mamba" in name:
-        raise ConfigError(f"KV cache groups of {name} are not supported (yet); serve this model without the pool")
+        return _rule_of_states(spec, topology)
     window = None
     if "SlidingWindow" in name:
         window = spec.sliding_window - 1
     elif "ChunkedLocal" in name:
         window = spec.attention_chunk_size
     return GroupRule(spec.block_size * topology.cp_size, window)
+
+
+def _rule_of_states(spec: Any, topology: Topology) -> GroupRule:
+    mode = getattr(spec, "mamba_cache_mode", None)
+    if mode != "align":
+        raise ConfigError(
+            f"a KV cache group of {type(spec).__name__} with mamba_cache_mode {mode!r} keeps no state at the end of a "
+            "block; start the engine with --mamba-cache-mode align and prefix caching on, or serve without the pool"
+        )
+    if topology.cp_size > 1:
+        raise ConfigError(
+            f"a KV cache group of {type(spec).__name__} with context parallelism (prefill {topology.pcp_size}, decode "
+            f"{topology.dcp_size}): how a rank's states cover its tokens is not known; set both sizes to 1"
+        )
+    return GroupRule(spec.block_size, 1, state=True, prompts_only=spec.num_speculative_blocks > 0)
 
 
 def hash_block_size_of(config: Any, cache_config: Any, topology: Topology) -> int:

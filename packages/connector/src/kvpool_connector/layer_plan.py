@@ -8,7 +8,7 @@ one layer earlier, and saved one layer later.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool_connector.contract.errors import LayoutError
@@ -39,9 +39,17 @@ class LayerRange:
 class LayerPlan:
     """The ranges of all shards of a rank, and the hooks they hang on."""
 
-    def __init__(self, layouts: Sequence[ShardLayout], layers_per_transfer: int | None = None) -> None:
-        """`layers_per_transfer`: None for as many as `kvpool_connector.layer_cost.best_num_ranges` says."""
-        self._hook_of_label = _hooks(layouts)
+    def __init__(
+        self,
+        layouts: Sequence[ShardLayout],
+        layers_per_transfer: int | None = None,
+        groups_without_hooks: Collection[int] = (),
+    ) -> None:
+        """`layers_per_transfer`: None for as many as `kvpool_connector.layer_cost.best_num_ranges` says.
+
+        `groups_without_hooks`: KV cache groups whose layers call none (states), so that they go when the step ends.
+        """
+        self._hook_of_label = _hooks([layout for layout in layouts if layout.group not in groups_without_hooks])
         self._before, self._after = self._neighbours(layouts)
         self.ranges: tuple[tuple[LayerRange, ...], ...] = tuple(
             self._ranges(shard, layout, layers_per_transfer) for shard, layout in enumerate(layouts)

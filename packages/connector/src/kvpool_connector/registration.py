@@ -69,6 +69,8 @@ class GroupSpec:
     kind: str = "attention"
     context_size: int = 1
     """Ranks over which a logical block's tokens are interleaved: an indexer may hold a copy for each of them."""
+    num_heads: int | None = None
+    """Parts into which tensor parallelism splits the group's content, where they are not the model's KV heads."""
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,8 @@ class PoolScheduler:
         assert self._shards is not None
         hashed = len(view.block_hashes) * self._hash_block_size
         limit = min(view.num_tokens - 1, hashed) // self._alignment * self._alignment
-        if limit <= local:
+        # An engine that hits a part of a block (vLLM with states) copies it when the step runs: a load would be lost.
+        if limit <= local or local % self._alignment:
             self.counters.add("lookups_short")
             self._remember(view, "short", local, limit, local)
             return local
@@ -477,13 +478,9 @@ class PoolScheduler:
             limit = min(limit, view.num_prompt_tokens)
         blocks: list[GroupBlocks] = []
         for group, (rule, table) in enumerate(zip(self._rules, tracker.block_ids, strict=True)):
-            # Blocks before a window may have been given away: of such a group only this step's are certain.
-            first = (
-                tracker.num_saved[group]
-                if rule.window is None
-                else max(tracker.num_saved[group], start // rule.block_size)
-            )
-            end = min(limit // rule.block_size, len(table))
+            first = max(tracker.num_saved[group], rule.first_certain(start, tracker.num_computed_tokens))
+            last = min(limit, view.num_prompt_tokens) if rule.prompts_only else limit
+            end = min(last // rule.block_size, len(table))
             held = [(i, block_id) for i in range(first, end) if (block_id := table[i]) is not None]
             tracker.num_saved[group] = max(tracker.num_saved[group], end)
             if held:

@@ -17,12 +17,23 @@ class GroupRule:
     window: int | None = None
     """Tokens before a boundary that computing on from there reads: None for all (full attention), the sliding window
     less one, or one for a state that stands for all before it."""
+    state: bool = False
+    """A block holds a state, overwritten token by token: right only when a step ends where the block does."""
+    prompts_only: bool = False
+    """A step with guesses leaves the state elsewhere, so only those of the prompt are where the table says."""
 
     def first_needed(self, boundary: int) -> int:
         """Index of the first block that must be present to go on computing at token `boundary`."""
         if self.window is None:
             return 0
         return max(0, boundary - self.window) // self.block_size
+
+    def first_certain(self, start: int, end: int) -> int:
+        """Index of the first block that surely holds its content after a step from token `start` to `end`."""
+        if self.state:
+            return end // self.block_size + (-1 if end % self.block_size == 0 else 1)
+        # Blocks before a window may have been given away: only this step's are certain.
+        return 0 if self.window is None else start // self.block_size
 
 
 @dataclass(frozen=True)

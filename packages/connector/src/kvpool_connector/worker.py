@@ -25,7 +25,7 @@ from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import Region, ShardLayout
 from kvpool_connector.contract.shards import RankShards, Shard
 from kvpool_connector.contract.store import CacheStore, SessionStore, Store
-from kvpool_connector.contract.topology import HeadRange, Rank, Topology
+from kvpool_connector.contract.topology import HeadRange, Rank, Topology, Writer
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import newest_epoch
 from kvpool_connector.events import StoredKeys
@@ -86,7 +86,8 @@ class PoolWorker:
         self._stored = StoredKeys() if reports_stored else None
         self._timers: dict[str, tuple[Timer, int]] = {}
         self.counters = Counters()
-        self._writer = topology.writer(rank)
+        self._writers: tuple[Writer, ...] = ()
+        """By group."""
         self._fence = Fence(settings.fence_timeout_s)
         self._outage = Outage(self._clock, settings.outage_pause_s)
         self._shards: list[Shard] = []
@@ -132,7 +133,9 @@ class PoolWorker:
             for part in range(cuts.num_parts)
             if (layers := tuple(layer for layer in layout.layers if cuts.part(layer.label) == part))
         ]
-        layouts, heads = self._split(whole, groups)
+        topologies = [self._topology.with_heads(group.num_heads) for group in groups]
+        self._writers = tuple(topology.writer(self._rank) for topology in topologies)
+        layouts, heads = self._split(whole, groups, topologies)
         self._shards_of = [[i for i, one in enumerate(layouts) if one.group == index] for index in range(len(groups))]
         context = self._topology.context(self._rank)
         transfers, checksum = self._transfers(layouts, kv_caches)
@@ -143,7 +146,7 @@ class PoolWorker:
         namespace = self._settings.namespace
         self._epoch = newest_epoch(lambda keys: statuses_of(self._store.exist, keys), namespace)
         descriptors = tuple(tuple(self._descriptors[i] for i in shards) for shards in self._shards_of)
-        announced = RankShards(self._rank, namespace, self._epoch, self._writer, descriptors)
+        announced = RankShards(self._rank, namespace, self._epoch, self._writers, descriptors)
         self._shards = [shard for index in range(len(groups)) for shard in announced.shards(index)]
         self._describe(self._epoch)
         settings = self._settings
@@ -158,37 +161,48 @@ class PoolWorker:
         )
         self._loader = Loader(transfers, self._outage, self.counters, self._clock, settings.load_timeout_s)
         if settings.use_layerwise:
-            self._go_by_layers(layouts, kv_caches, [transfer.stored_bytes for transfer in transfers])
+            states = [index for index, group in enumerate(groups) if group.kind == "state"]
+            self._go_by_layers(layouts, kv_caches, [transfer.stored_bytes for transfer in transfers], states)
         return announced
 
     def _describe(self, epoch: int) -> None:
         """Say in the pool what it holds, for people, tools and other engines; one that is full or down does without."""
         if self._hashing is not None and self._rank == Rank():
             check_hashing(self._hashing, self._store, self._settings.namespace, epoch)
-        if self._writer.index == 0:
-            for shard, descriptor in zip(self._shards, self._descriptors, strict=True):
+        for shard, descriptor in zip(self._shards, self._descriptors, strict=True):
+            if self._writers[descriptor.group].index == 0:
                 self._store.write(replace(shard, epoch=epoch).descriptor_key(), descriptor.to_json().encode())
 
     def _split(
-        self, layouts: Sequence[ShardLayout], groups: Sequence[GroupSpec]
+        self, layouts: Sequence[ShardLayout], groups: Sequence[GroupSpec], topologies: Sequence[Topology]
     ) -> tuple[list[ShardLayout], list[HeadRange]]:
         """The layouts of this rank's shards and the heads of each: as given, or split as `kv_head_split` says."""
-        split, topology = self._settings.kv_head_split, self._topology
+        split = self._settings.kv_head_split
         if split == "rank":
-            return list(layouts), [topology.heads(self._rank)] * len(layouts)
-        if topology.num_kv_heads > 1 and (states := [i for i, group in enumerate(groups) if group.kind == "state"]):
+            return list(layouts), [topologies[layout.group].heads(self._rank) for layout in layouts]
+        states = [i for i, group in enumerate(groups) if group.kind == "state"]
+        if states:
             raise ConfigError(
                 f"kv_head_split = {json.dumps(split)}, but KV cache group {states[0]} holds states, which have no KV "
                 'heads and are stored a rank: no other tensor parallel size could use them. Set kv_head_split to "rank"'
             )
-        per_shard = topology.heads_per_shard(split)
-        heads = topology.shard_heads(self._rank, per_shard)
-        parts = [split_heads(layout, topology.heads(self._rank).count, per_shard) for layout in layouts]
-        return [part for of_group in parts for part in of_group], heads * len(layouts)
+        parts: list[ShardLayout] = []
+        heads: list[HeadRange] = []
+        for layout in layouts:
+            topology = topologies[layout.group]
+            per_shard = topology.heads_per_shard(split)
+            parts += split_heads(layout, topology.heads(self._rank).count, per_shard)
+            heads += topology.shard_heads(self._rank, per_shard)
+        return parts, heads
 
     def _go_by_layers(
-        self, layouts: Sequence[ShardLayout], kv_caches: Mapping[str, Any], object_bytes: Sequence[int]
+        self,
+        layouts: Sequence[ShardLayout],
+        kv_caches: Mapping[str, Any],
+        object_bytes: Sequence[int],
+        states: Sequence[int],
     ) -> None:
+        """`states`: KV cache groups whose blocks hold states; vLLM calls no hooks for them."""
         settings, store = self._settings, self._store
         if not isinstance(store, SessionStore):
             raise ConfigError(
@@ -196,7 +210,7 @@ class PoolWorker:
                 "sessions; set use_layerwise to false"
             )
         assert self._staging is not None, "layers pass through staging"
-        self._layer_plan = plan = LayerPlan(layouts, settings.layerwise_layers_per_transfer)
+        self._layer_plan = plan = LayerPlan(layouts, settings.layerwise_layers_per_transfer, states)
         limit = settings.load_timeout_s
         transfer = LayerTransfer(
             store,
@@ -476,7 +490,8 @@ class PoolWorker:
         """This rank's part of a job: of content that several ranks hold, each writes its share."""
         saves: list[ShardSave] = []
         for group in job.blocks:
-            mine = [i for i, block_hash in enumerate(group.block_hashes) if self._writer.writes(block_hash)]
+            writer = self._writers[group.group]
+            mine = [i for i, block_hash in enumerate(group.block_hashes) if writer.writes(block_hash)]
             for index in self._shards_of[group.group] if mine else ():
                 shard = replace(self._shards[index], epoch=job.epoch)
                 keys = shard.keys([group.block_hashes[i] for i in mine], job.tag)

@@ -24,7 +24,7 @@ def descriptor(group: int, context: ContextRange = WHOLE) -> Descriptor:
 
 def announced(*groups: int | None, rank: Rank = FIRST, epoch: int = 4, writer: Writer = ALONE) -> RankShards:
     descriptors = tuple(() if group is None else (descriptor(group),) for group in groups)
-    return RankShards(rank, "ns", epoch, writer, descriptors)
+    return RankShards(rank, "ns", epoch, (writer,) * len(groups), descriptors)
 
 
 def test_a_key_names_namespace_epoch_fingerprint_block_and_tag() -> None:
@@ -201,7 +201,7 @@ def test_writers_that_leave_a_gap_are_named_with_group_and_shard() -> None:
 def stage(pp: int, *layers_by_group: int) -> RankShards:
     """A pipeline stage with one layer of each group."""
     held = ((replace(descriptor(layer), group=group),) for group, layer in enumerate(layers_by_group))
-    return RankShards(Rank(pp=pp), "ns", 4, ALONE, tuple(held))
+    return RankShards(Rank(pp=pp), "ns", 4, (ALONE,) * len(layers_by_group), tuple(held))
 
 
 @pytest.mark.parametrize(("sizes", "layers"), [((1, 2), "1 to the last"), ((1, 2, 3), "1 to 2")])

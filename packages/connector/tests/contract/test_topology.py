@@ -37,7 +37,7 @@ def announce(topology: Topology, rank: Rank, namespace: str = "n") -> RankShards
     content = ComponentContent("kv", "bfloat16", (16, heads.count, 8), "NHD")
     layers = tuple(LayerContent(str(2 * rank.pp + i), (content,)) for i in range(2))
     descriptor = Descriptor(MODEL, 0, 16, heads, topology.context(rank), layers)
-    return RankShards(rank, namespace, 0, topology.writer(rank), ((descriptor,),))
+    return RankShards(rank, namespace, 0, (topology.writer(rank),), ((descriptor,),))
 
 
 @pytest.mark.parametrize("topology", topologies(), ids=str)

@@ -47,7 +47,8 @@ class RankShards:
     namespace: str
     epoch: int
     """The newest that this worker found at start; a reset may come between one worker's start and another's."""
-    writer: Writer
+    writers: tuple[Writer, ...]
+    """By group, this rank's place among those that hold the same."""
     descriptors: tuple[tuple[Descriptor, ...], ...]
     """By group; several of a group where objects are cut along the layers, or heads split, finer than ranks."""
 
@@ -178,11 +179,12 @@ class ShardMap:
         if not holders:
             raise TopologyError(f"no worker holds a layer of KV cache group {group}")
         for shard, ranks in holders.items():
-            indices = sorted(shards.writer.index for shards in ranks)
-            if indices != list(range(ranks[0].writer.count)):
+            indices = sorted(shards.writers[group].index for shards in ranks)
+            expected = list(range(ranks[0].writers[group].count))
+            if indices != expected:
                 raise TopologyError(
                     f"KV cache group {group}, shard {shard.fingerprint}: ranks {sorted(s.rank for s in ranks)} share "
-                    f"its writing as {indices}, expected {list(range(ranks[0].writer.count))}. The ranks hold the same "
+                    f"its writing as {indices}, expected {expected}. The ranks hold the same "
                     "content but disagree about the parallel shape (or hold different content where they should not)"
                 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvpool_connector.contract.errors import TopologyError
@@ -129,6 +129,10 @@ class Topology:
     def cp_size(self) -> int:
         """Ranks over which a logical block's tokens are interleaved."""
         return self.pcp_size * self.dcp_size
+
+    def with_heads(self, num_heads: int | None) -> Topology:
+        """The same ranks over content that tensor parallelism splits into other parts than the model's KV heads."""
+        return self if num_heads is None else replace(self, num_kv_heads=num_heads)
 
     def ranks(self) -> Iterator[Rank]:
         """Every worker, in vLLM's order (tp fastest)."""

@@ -99,6 +99,7 @@ class Engine:
         self._groups = groups
         self._memories = [rank.memory for rank in ranks]
         self._layers = list(dict.fromkeys(name for memory in self._memories for name in memory.layers))
+        self._without_hooks = {name for group in groups if group.state for name in group.layer_names}
         self._stream = tasks.stream()
         self._slow = slow or (lambda rank: 0.0)
         self._inbox: deque[Callable[[], object]] = deque()
@@ -225,7 +226,8 @@ class Engine:
         self.num_rows_checked += forward.num_rows_checked
 
     def _layer_hook(self, name: str, hook: str, rank: Rank) -> None:
-        if name in rank.memory.layers:
+        # As in vLLM (0.32), where attention calls hooks and layers with states do not.
+        if name in rank.memory.layers and name not in self._without_hooks:
             arguments = (name,) if hook == "wait_for_layer_load" else (name, rank.memory.caches.kv_caches[name], None)
             self._timed(hook, getattr(rank.side, hook), *arguments)
 

@@ -46,14 +46,21 @@ class Forward:
 
     def _layer(self, name: str) -> None:
         number = self._group_of[name]
+        # Tokens of one step may see each other; a state is overwritten.
+        writes_first = not self._groups[number].state
         holders = [rank for rank in self._ranks if name in rank.layers]
         expected: dict[tuple[object, ...], tuple[Bytes, Bytes]] = {}
         bad = np.array([part.request.request_id in self._step.bad for part in self._step.parts], np.bool_)
-        for rank in holders:
-            plan = self._plan(number, rank)
-            for component in rank.layers[name]:
-                rows, _ = self._expected(expected, component, rank, plan)
-                self._write(component, plan, rows, bad)
+
+        def write() -> None:
+            for rank in holders:
+                plan = self._plan(number, rank)
+                for component in rank.layers[name]:
+                    rows, _ = self._expected(expected, component, rank, plan)
+                    self._write(component, plan, rows, bad)
+
+        if writes_first:
+            write()
         before = bad.copy()
         for rank in holders:
             plan = self._plan(number, rank)
@@ -63,12 +70,8 @@ class Forward:
                 self.num_rows_checked += len(rows)
                 if wrong.any():
                     self._note(name, component, plan, rows, wrong, bad)
-        if not np.array_equal(bad, before):
-            for rank in holders:
-                plan = self._plan(number, rank)
-                for component in rank.layers[name]:
-                    rows, _ = self._expected(expected, component, rank, plan)
-                    self._write(component, plan, rows, bad)
+        if not writes_first or not np.array_equal(bad, before):
+            write()
 
     def _note(
         self,
@@ -119,15 +122,17 @@ class Forward:
 
     @staticmethod
     def _new(part: Part, number: int, group: Group, rank: RankMemory) -> Rows:
-        keys = weighed(np.array(part.keys, np.uint64), part.weights)
-        return rank.rows(keys, part.tables[number], group.tokens, part.start)
+        # Of states the last token's alone is left.
+        first = len(part.keys) - 1 if group.state else 0
+        keys = weighed(np.array(part.keys[first:], np.uint64), part.weights)
+        return rank.rows(keys, part.tables[number], group.tokens, part.start + first, state=group.state)
 
     @staticmethod
     def _seen(part: Part, number: int, group: Group, rank: RankMemory) -> Rows:
         first = group.num_skipped(part.start)
         part.request.key_at(max(0, part.start - 1))
         keys = weighed(np.array(part.request.truth.keys[first : part.start], np.uint64), part.weights)
-        return rank.rows(keys, part.tables[number], group.tokens, first)
+        return rank.rows(keys, part.tables[number], group.tokens, first, state=group.state)
 
 
 def _join(rows: Sequence[Rows]) -> tuple[Rows, NDArray[np.int64]]:

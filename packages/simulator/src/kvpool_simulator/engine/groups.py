@@ -20,6 +20,8 @@ class Group:
     sliding_window: int | None = None
     """Tokens that a token sees, itself included; None for all."""
     cp_size: int = 1
+    state: bool = False
+    """A block holds a state that stands for all tokens before its end; only the last is kept (vLLM: mamba, align)."""
 
     @property
     def tokens(self) -> int:
@@ -28,6 +30,8 @@ class Group:
 
     def num_skipped(self, num_tokens: int) -> int:
         """Leading tokens that computing on from `num_tokens` does not read."""
+        if self.state:
+            return max(0, num_tokens - 1)
         return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1)
 
 
@@ -42,6 +46,27 @@ class Tables:
         self._hash_block_size = hash_block_size
         self._tables: dict[str, list[list[Block]]] = {}
         self._num_cached: dict[str, list[int]] = {}
+        self._written_now: set[Block] = set()
+
+    def begin_step(self) -> None:
+        """A step is planned: what it computes may be hit while it is, but its states only when it is behind."""
+        self._written_now.clear()
+
+    def clip(self, request: Request, start: int, num_new: int, largest: int) -> int:
+        """So many of `num_new` tokens of a prompt that the step ends where a state may be kept; 0 for none now.
+
+        `largest`: tokens of a request in any step. (vLLM: `_mamba_block_aligned_split`.)
+        """
+        prompt_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        if start >= prompt_end or not any(group.state for group in self.groups):
+            return num_new
+        size, end = self.alignment, start + num_new
+        if end < prompt_end:
+            whole = end // size * size
+            if whole > start or size <= largest:
+                end = whole
+        stops = ((start // size + 1) * size if start % size else 0, (request.num_tokens - 1) // size * size)
+        return max(0, min((stop for stop in stops if start < stop < end), default=end) - start)
 
     def of(self, request_id: str) -> list[list[Block]]:
         """The request's blocks by group and index."""
@@ -77,7 +102,7 @@ class Tables:
             table = [self.pool.null] * first
             for index in range(first, boundary // group.tokens):
                 block = self.pool.find(self._content(request, number, index))
-                if block is None:
+                if block is None or block in self._written_now:
                     return None
                 table.append(block)
             tables.append(table)
@@ -119,7 +144,7 @@ class Tables:
                 wanted += sum(not block.num_users for block in kept)
                 start = max(skipped, len(mine))
             starts.append(start)
-            wanted += max(0, -(-(total + num_new + lookahead) // group.tokens) - start)
+            wanted += sum(self._kept(group, start, total, num_new, lookahead))
         if wanted > self.pool.num_free - reserved:
             return None
         if not held[0]:
@@ -134,12 +159,23 @@ class Tables:
             self._num_cached[request.request_id] = [len(table) for table in held]
         new: list[list[Block]] = []
         for number, group in enumerate(self.groups):
-            count = max(0, -(-(total + num_new + lookahead) // group.tokens) - starts[number])
-            new.append(self.pool.take(count))
+            needed = self._kept(group, starts[number], total, num_new, lookahead)
+            new.append([self.pool.take(1)[0] if keep else self.pool.null for keep in needed])
             held[number] += new[-1]
         if remember:
             self.remember(request, min(total + num_new, request.num_tokens))
         return new
+
+    @staticmethod
+    def _kept(group: Group, start: int, total: int, num_new: int, lookahead: int) -> list[bool]:
+        """For each block from index `start` on that the step needs an index for, whether it needs the block.
+
+        Of states only the last, and that which `total` tokens computed elsewhere have left.
+        """
+        indices = range(start, -(-(total + num_new + lookahead) // group.tokens))
+        if not group.state:
+            return [True] * len(indices)
+        return [index in (indices[-1], (total - 1) // group.tokens) for index in indices]
 
     def remember(self, request: Request, num_tokens: int) -> None:
         """Full blocks of the first `num_tokens` tokens may be hit from now on."""
@@ -152,6 +188,8 @@ class Tables:
             for index in range(counts[number], full):
                 if not table[index].is_null:
                     self.pool.remember(table[index], self._content(request, number, index))
+                    if group.state:
+                        self._written_now.add(table[index])
             counts[number] = max(counts[number], full)
 
     def drop_skipped(self, request: Request, num_tokens: int) -> None:

@@ -1,8 +1,9 @@
 """What the KV of a token must be, byte by byte, and whether it is.
 
 A row (one token of one head of one component of one layer) is a pseudo-random function of the token's prefix, the
-layer, the component and the head. It knows nothing of ranks and blocks, so ranks that hold the same heads and tokens
-hold the same bytes, and whatever lands in the wrong place, or comes from elsewhere, is wrong.
+layer, the component and the head. A block of states has one row, that of the last token before its end. It knows
+nothing of ranks and blocks, so ranks that hold the same heads and tokens hold the same bytes, and whatever lands in the
+wrong place, or comes from elsewhere, is wrong.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ class Component:
     def __init__(self, layer_name: str, place: Place, memory: Bytes, arena_address: int, num_blocks: int) -> None:
         component = place.component
         self.name = component.name
-        tokens, heads, item = component.num_tokens, component.num_heads, component.dtype.itemsize
-        if not tokens:
-            raise ValueError(f"{layer_name} {component.name} holds a state, not tokens: the oracle has no rows for it")
+        tokens, heads, item = component.num_tokens or 1, component.num_heads, component.dtype.itemsize
         self.row_bytes = component.kernel_bytes // (tokens * heads)
         pieces, piece = 1, self.row_bytes
         if component.order is Order.NZ:
@@ -123,10 +122,11 @@ class RankMemory:
         }
         self.cp_position, self._size, self._interleave = cp_position, cp_size, interleave
 
-    def rows(self, keys: Keys, table: Sequence[int], block_size: int, start: int) -> Rows:
+    def rows(self, keys: Keys, table: Sequence[int], block_size: int, start: int, *, state: bool = False) -> Rows:
         """Where the tokens `start ...` with these keys lie on this rank; those of others, or in no block, are left out.
 
-        `table`: block ids by block index, 0 for none; `block_size`: tokens of a block over all context-parallel ranks.
+        `table`: block ids by block index, 0 for none; `block_size`: tokens of a block over all context-parallel ranks;
+        `state`: blocks hold states, not tokens.
         """
         positions = np.arange(start, start + len(keys))
         within = positions % block_size
@@ -135,5 +135,5 @@ class RankMemory:
         mine &= block_ids != 0
         within = within[mine]
         run = self._interleave
-        rows_at = within // (run * self._size) * run + within % run
+        rows_at = np.zeros_like(within) if state else within // (run * self._size) * run + within % run
         return Rows(keys[mine], block_ids[mine], rows_at)

@@ -99,6 +99,7 @@ class Scheduler:
         self.violations: list[str] = []
         self.weights = 0
         """Number of the model's weights: other weights give other KV."""
+        self._largest = min(limits.max_batched_tokens, limits.max_chunk or limits.max_batched_tokens)
         self._hash_block_size = hash_block_size
         self._accepts = accepts
         self._loaded: set[str] = set()
@@ -156,6 +157,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Plan the next step."""
+        self.tables.begin_step()
         output = SchedulerOutput()
         parts: list[Part] = []
         budget = self.limits.max_batched_tokens
@@ -213,7 +215,7 @@ class Scheduler:
                 num_new = 0
             if self.limits.max_chunk:
                 num_new = min(num_new, self.limits.max_chunk)
-            num_new = min(num_new, budget)
+            num_new = self.tables.clip(request, request.num_computed_tokens, min(num_new, budget), self._largest)
             if num_new <= 0:
                 index += 1
                 continue
@@ -270,6 +272,10 @@ class Scheduler:
                 external = 0
                 computed = num_local
                 num_new = min(request.num_tokens - computed, budget)
+            if not between_steps:
+                num_new = self.tables.clip(request, computed, num_new, self._largest)
+                if not num_new:
+                    break
             new = self.tables.allocate(
                 request,
                 num_new,
