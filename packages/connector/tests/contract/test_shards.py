@@ -140,8 +140,8 @@ DISAGREE: list[tuple[Descriptor | None, str]] = [
 @pytest.mark.parametrize(("other", "difference"), DISAGREE)
 def test_the_first_difference_between_two_ranks_is_told(other: Descriptor | None, difference: str) -> None:
     ranks = [
-        RankShards(FIRST, "ns", 0, Writer(0, 2), ((LAYERED,),)),
-        RankShards(Rank(tp=1), "ns", 0, Writer(1, 2), ((other,) if other else (),)),
+        RankShards(FIRST, "ns", 0, (Writer(0, 2),), ((LAYERED,),)),
+        RankShards(Rank(tp=1), "ns", 0, (Writer(1, 2),), ((other,) if other else (),)),
     ]
     with pytest.raises(TopologyError) as refusal:
         ShardMap(Topology(1, 2), ranks)
@@ -152,20 +152,22 @@ def test_ranks_with_heads_of_their_own_that_disagree_are_told_too() -> None:
     """Each writes its own objects, so that nothing else would notice."""
     split = [replace(LAYERED, heads=HeadRange(i, 1, 2)) for i in range(2)]
     odd = replace(split[1], layers=layered(dtype="int8").layers)
-    ShardMap(Topology(2, 2), [RankShards(Rank(tp=i), "ns", 0, ALONE, ((split[i],),)) for i in range(2)])
+    ShardMap(Topology(2, 2), [RankShards(Rank(tp=i), "ns", 0, (ALONE,), ((split[i],),)) for i in range(2)])
     with pytest.raises(TopologyError, match="layer '4', component 'k_pe': dtype is 'bfloat16' on the first and 'int8'"):
         ShardMap(
-            Topology(2, 2), [RankShards(Rank(tp=i), "ns", 0, ALONE, ((d,),)) for i, d in enumerate([split[0], odd])]
+            Topology(2, 2), [RankShards(Rank(tp=i), "ns", 0, (ALONE,), ((d,),)) for i, d in enumerate([split[0], odd])]
         )
 
 
 def test_stages_have_other_layers_of_the_same_model() -> None:
     topology = Topology(1, pp_size=2)
     first, second = (replace(LAYERED, layers=LAYERED.layers[i : i + 1]) for i in range(2))
-    ShardMap(topology, [RankShards(Rank(pp=i), "ns", 0, ALONE, ((one,),)) for i, one in enumerate((first, second))])
+    ShardMap(topology, [RankShards(Rank(pp=i), "ns", 0, (ALONE,), ((one,),)) for i, one in enumerate((first, second))])
     other = replace(second, block_size=32)
     with pytest.raises(TopologyError) as refusal:
-        ShardMap(topology, [RankShards(Rank(pp=i), "ns", 0, ALONE, ((one,),)) for i, one in enumerate((first, other))])
+        ShardMap(
+            topology, [RankShards(Rank(pp=i), "ns", 0, (ALONE,), ((one,),)) for i, one in enumerate((first, other))]
+        )
     assert str(refusal.value) == (
         f"{FIRST_NAME} and Rank(pp=1, pcp=0, tp=0) disagree about KV cache group 0: block size is 16 on the first and "
         f"32 on the second. {REMEDY}"
