@@ -156,6 +156,21 @@ def docs(session: nox.Session) -> None:
     DEV.run(session, "pytest", "-q", "tests/docs", *session.posargs)
 
 
+def on_npu(session: nox.Session, *arguments: str) -> None:
+    """The suite on an NPU, in the environment that nox runs in: torch-npu fits one torch and one CANN alone."""
+    needed = "torch_npu, mooncake, pytest, pytest_timeout, hypothesis, kvpool_connector, kvpool_simulator"
+    command = [sys.executable, "-c", f"import {needed}, kvpool_conformance"]
+    check = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if check.returncode:
+        session.error(
+            f"the target npu runs in the environment of vLLM-Ascend, with {sys.executable}, and that lacks something: "
+            f"{check.stderr.strip().splitlines()[-1]}. docs/npu.md says what to install"
+        )
+    session.run(
+        sys.executable, "-m", "pytest", "tests/conformance", "--kvpool-target", "npu", *arguments, external=True
+    )
+
+
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
     """The suite on its targets: `-- --target simulator|mooncake|npu|npu-stand-in` (repeatable); default all that can be
@@ -164,6 +179,11 @@ def conformance(session: nox.Session) -> None:
     parser.add_argument("--target", action="append", choices=("simulator", "mooncake", "npu", "npu-stand-in"))
     asked, rest = parser.parse_known_args(session.posargs)
     targets = asked.target or ["simulator", "mooncake"]
+    if "npu" in targets:
+        on_npu(session, *rest)
+        targets = [target for target in targets if target != "npu"]
+        if not targets:
+            return
     missing = DEV.mooncake_missing(session) if "mooncake" in targets else ""
     if missing and (asked.target or os.environ.get("KVPOOL_REQUIRE_MOONCAKE")):
         session.error(f"conformance on real Mooncake needs `{INSTALL_LINE}` ({missing})")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvpool_connector.cli.session import device_binder
 from kvpool_connector.config import GIB, StoreSettings
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import Region
@@ -249,6 +252,20 @@ def test_the_limit_on_locked_memory_is_looked_at_first(
     caplog.clear()
     with pytest.raises(StoreSetupError, match="memlock=-1" if told else r"has the memory$"):
         world.store(bind=False).connect()
+
+
+def test_a_command_uses_the_first_npu_or_says_that_there_is_none(world: World) -> None:
+    settings = StoreSettings(master_server_address="127.0.0.1:1", protocol="ascend")
+    device_binder(settings.model_copy(update={"protocol": "tcp"}))()
+    if importlib.util.find_spec("torch_npu") is None:
+        with pytest.raises(StoreSetupError, match=r"needs an NPU.*No module named 'torch_npu'.*run the command"):
+            device_binder(settings)
+    with world.machine.host():
+        try:
+            device_binder(settings)()
+        finally:
+            sys.modules.pop("kvpool_connector.ascend", None)
+    assert world.machine.clock.device == 0
 
 
 def test_what_locks_nothing_needs_no_limit(monkeypatch: pytest.MonkeyPatch, fabric: World) -> None:

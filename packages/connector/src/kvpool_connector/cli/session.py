@@ -12,6 +12,7 @@ from kvpool_connector.cli.endpoint import DEFAULT_PORT, MasterEndpoint
 from kvpool_connector.cli.output import CommandError
 from kvpool_connector.cli.progress import Tell, silent
 from kvpool_connector.config import MIB, PoolSettings, StoreSettings, parse
+from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.store import Store
 from kvpool_connector.mooncake import MooncakeStore
 
@@ -20,9 +21,24 @@ KNOCK_LIMIT_S = 3.0
 
 def connect_mooncake(settings: StoreSettings, pool: PoolSettings) -> Store:
     """A connected client. Raises `StoreSetupError`."""
-    store = MooncakeStore(settings, pool)
+    store = MooncakeStore(settings, pool, bind_thread=device_binder(settings))
     store.connect()
     return store
+
+
+def device_binder(settings: StoreSettings) -> Callable[[], None]:
+    """What lets a thread use the device that the protocol copies with. Raises `StoreSetupError`."""
+    if settings.protocol != "ascend":
+        return lambda: None
+    try:
+        from kvpool_connector.ascend import AscendDevice
+
+        return AscendDevice(0).bind_thread
+    except (ImportError, ConfigError) as error:
+        raise StoreSetupError(
+            f"protocol 'ascend' needs an NPU, also for a client that gives no memory ({error}); run the command on a "
+            "node of the pool, in the engine's environment"
+        ) from error
 
 
 def knock(host: str, port: int) -> None:
