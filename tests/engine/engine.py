@@ -81,8 +81,11 @@ class Engine:
         self._answer("reset", ANSWER_LIMIT_S)
 
     def perform(self, name: str, *arguments: Any) -> Any:
-        """What the function of `tests.engine.inside` returns; for engines whose core has no process of its own."""
-        self._send("perform", f"tests.engine.inside:{name}", arguments)
+        """What a function returns, of `tests.engine.inside` or named `module:function`.
+
+        For engines whose core has no process of its own.
+        """
+        self._send("perform", name if ":" in name else f"tests.engine.inside:{name}", arguments)
         return self._answer(name, ANSWER_LIMIT_S)
 
     @contextmanager

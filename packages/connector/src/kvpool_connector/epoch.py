@@ -6,6 +6,7 @@ The epoch is in every key. That it has begun is said by a marker, an object of i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from kvpool_connector.contract.keys import Key
 from kvpool_connector.contract.status import Status
@@ -16,6 +17,7 @@ MAX_CALLS = 16
 """A store that says yes to everything would be asked for ever."""
 
 
+@lru_cache(256)
 def marker(namespace: str, epoch: int) -> str:
     """Key of the object that is there once `epoch` has begun; epoch 0 needs none."""
     return str(Key(namespace, epoch, name="reset"))

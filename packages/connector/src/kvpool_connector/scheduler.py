@@ -366,12 +366,25 @@ class PoolScheduler:
         blocks: list[GroupBlocks] = []
         for group, (rule, table) in enumerate(zip(self._rules, tables, strict=True)):
             indices = range(start // rule.block_size, end // rule.block_size)
-            held = [(i, block_id) for i in indices if (block_id := table[i]) is not None]
-            hashes = tuple(self._hash(view, rule, i) for i, _ in held)
-            blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
+            blocks.append(self._held(view, group, indices, table)[0])
         self._new_loads.append(
             LoadJob(view.request_id, tuple(blocks), view.tag, self._between_steps, hit.epoch, view.trace_headers)
         )
+
+    def _held(
+        self, view: RequestView, group: int, indices: range, table: Sequence[int | None]
+    ) -> tuple[GroupBlocks, Sequence[int]]:
+        """The blocks among `indices` that the engine holds, and their indices."""
+        ids = table[indices.start : indices.stop]
+        hashes = self._hashes(view, self._rules[group], indices.start, indices.stop)
+        if None not in ids:
+            return GroupBlocks(group, tuple(ids), tuple(hashes)), indices  # type: ignore[arg-type]
+        held = [
+            (block_id, block_hash) for block_id, block_hash in zip(ids, hashes, strict=True) if block_id is not None
+        ]
+        block_ids, block_hashes = tuple(one for one, _ in held), tuple(one for _, one in held)
+        kept = [i for i, block_id in zip(indices, ids, strict=True) if block_id is not None]
+        return GroupBlocks(group, block_ids, block_hashes), kept
 
     def _tracker(self, view: RequestView) -> RequestTracker:
         tracker = self._trackers.get(view.request_id)
@@ -481,14 +494,13 @@ class PoolScheduler:
             first = max(tracker.num_saved[group], rule.first_certain(start, tracker.num_computed_tokens))
             last = min(limit, view.num_prompt_tokens) if rule.prompts_only else limit
             end = min(last // rule.block_size, len(table))
-            held = [(i, block_id) for i in range(first, end) if (block_id := table[i]) is not None]
             tracker.num_saved[group] = max(tracker.num_saved[group], end)
-            if held:
-                hashes = tuple(self._hash(view, rule, i) for i, _ in held)
-                blocks.append(GroupBlocks(group, tuple(block_id for _, block_id in held), hashes))
-                self._note_handed(tracker, blocks[-1])
+            held, indices = self._held(view, group, range(first, end), table)
+            if indices:
+                blocks.append(held)
+                self._note_handed(tracker, held)
                 if self._events:
-                    self._expect(self._events, view, group, [i for i, _ in held])
+                    self._expect(self._events, view, group, indices)
         due_at = min((n + 1) * rule.block_size for n, rule in zip(tracker.num_saved, self._rules, strict=True))
         tracker.due_at = due_at if self._save_decode_cache or due_at <= view.num_prompt_tokens else math.inf
         headers = view.trace_headers

@@ -415,7 +415,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See `kvpool_connector.scheduler.PoolScheduler.report`."""
-        self._schedulers().blocks_failed(connector_output.invalid_block_ids or set())
+        if connector_output.invalid_block_ids:
+            self._schedulers().blocks_failed(connector_output.invalid_block_ids)
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(metadata, PoolWorkerMetadata):
             if metadata.announced:

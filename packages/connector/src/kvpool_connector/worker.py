@@ -50,6 +50,7 @@ from kvpool_connector.transfer import DirectTransfer, PackedTransfer, Transfer
 
 logger = logging.getLogger(__name__)
 
+NOTHING = LoadReport()
 EVENT_TIMEOUT_S = 10.0
 """How long a save waits for the device to have written its blocks."""
 
@@ -109,7 +110,7 @@ class PoolWorker:
         self._before_step: Event | None = None
         self._failed_blocks: set[int] = set()
         self._saved_requests: set[str] = set()
-        self._report = LoadReport()
+        self._report = NOTHING
         self._lookup_server: LookupServer | None = None
         self._staging: Staging | None = None
         self._integrity: list[Integrity | None] = []
@@ -304,19 +305,9 @@ class PoolWorker:
             self._layer_saver.close(self._layer_save, None)
         self._layer_save = None
         self._end_layer_load()
-        newest = max((job.epoch for job in step.saves), default=0)
-        if newest > self._epoch:
-            self._epoch = newest
-            assert self._saver is not None, "register() comes first"
-            self._saver.soon(partial(self._describe, newest))
         self._step_number = step.number
-        final = [job for job in step.saves if job.final]
-        if final:
-            # Computed by earlier steps, so the event of now is late enough.
-            self._submit(final)
-            blocks = frozenset(block_id for job in final for group in job.blocks for block_id in group.block_ids)
-            self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(blocks))
-            self._saved_requests.update(job.request_id for job in final)
+        if step.saves:
+            self._begin_saves(step.saves)
         self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(step.overwritten))
         if step.loads:
             # A step in flight may still write blocks whose request has ended; a load must come behind it.
@@ -326,11 +317,27 @@ class PoolWorker:
             self._saves_by_layers = self._by_layers(saves)
             self._layer_save = self._layer_saver.open(saves) if self._saves_by_layers else None
 
+    def _begin_saves(self, jobs: Sequence[SaveJob]) -> None:
+        newest = max(job.epoch for job in jobs)
+        if newest > self._epoch:
+            self._epoch = newest
+            assert self._saver is not None, "register() comes first"
+            self._saver.soon(partial(self._describe, newest))
+        final = [job for job in jobs if job.final]
+        if final:
+            # Computed by earlier steps, so the event of now is late enough.
+            self._submit(final)
+            blocks = frozenset(block_id for job in final for group in job.blocks for block_id in group.block_ids)
+            self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(blocks))
+            self._saved_requests.update(job.request_id for job in final)
+
     def start_loads(self, step: StepMetadata) -> None:
         """Begin this step's loads; return when those that the step computes on have ended, well or not.
 
         Layer by layer it returns at once, and `wait_layer` waits for a layer's part of them.
         """
+        if not step.loads:
+            return
         by_layers: dict[str, list[ShardLoad]] = {}
         if self._layer_loader is not None:
             for job in step.loads:
@@ -418,6 +425,8 @@ class PoolWorker:
         """Requests whose load between steps has ended, and those of them that failed somewhere; each once."""
         ended: set[str] = set()
         failed_requests: set[str] = set()
+        if not self._open_loads:
+            return ended, failed_requests
         for load in self._open_loads[:]:
             if load.done or self._loads().overdue(load):
                 self._open_loads.remove(load)
@@ -440,12 +449,14 @@ class PoolWorker:
 
     def take_report(self) -> LoadReport | None:
         """Outcome of the loads and saves that ended since the last call, and of the step; None with nothing to say."""
-        report, self._report = self._report, LoadReport()
+        number, self._step_number = self._step_number, 0
+        if self._report is NOTHING and self._stored is None and not number:
+            return None
+        report, self._report = self._report, NOTHING
         if self._stored is not None:
             stored, present = self._stored.take()
             report = replace(report, stored=stored, present=present)
-        number, self._step_number = self._step_number, 0
-        return replace(report, step=number) if report != LoadReport() or number else None
+        return replace(report, step=number) if report != NOTHING or number else None
 
     def drain(self, timeout_s: float) -> bool:
         """True once all saves that were queued have ended; False when that took longer than `timeout_s` seconds."""
@@ -490,12 +501,15 @@ class PoolWorker:
         """This rank's part of a job: of content that several ranks hold, each writes its share."""
         saves: list[ShardSave] = []
         for group in job.blocks:
+            hashes: Sequence[bytes] = group.block_hashes
+            block_ids: Sequence[int] = group.block_ids
             writer = self._writers[group.group]
-            mine = [i for i, block_hash in enumerate(group.block_hashes) if writer.writes(block_hash)]
-            for index in self._shards_of[group.group] if mine else ():
-                shard = replace(self._shards[index], epoch=job.epoch)
-                keys = shard.keys([group.block_hashes[i] for i in mine], job.tag)
-                saves.append(ShardSave(index, keys, [group.block_ids[i] for i in mine]))
+            if writer.count > 1:
+                mine = [i for i, block_hash in enumerate(hashes) if writer.writes(block_hash)]
+                hashes, block_ids = [hashes[i] for i in mine], [block_ids[i] for i in mine]
+            for index in self._shards_of[group.group] if hashes else ():
+                keys = replace(self._shards[index], epoch=job.epoch).keys(hashes, job.tag)
+                saves.append(ShardSave(index, keys, block_ids))
         if self._trace and saves:
             timer = Timer(self._trace, "kvpool.save", job.request_id, job.trace_headers)
             span = SaveSpan(timer, sum(len(save.keys) for save in saves), str(self._rank))

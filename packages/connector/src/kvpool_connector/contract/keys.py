@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from kvpool_connector.contract.errors import KeyFormatError
@@ -52,6 +53,7 @@ class Key:
         return object_keys(scope, [self.block_hash], self.tag)[0] if self.block_hash else f"{scope}/descriptor"
 
 
+@lru_cache(256)
 def scope_of(namespace: str, epoch: int, fingerprint: str) -> str:
     """What all keys of one shard begin with."""
     return f"{PREFIX}/{quote(namespace, safe='')}/{epoch}/{fingerprint}"
