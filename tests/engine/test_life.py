@@ -10,7 +10,7 @@ from tests.engine.conftest import assert_same, loads, num_objects
 from tests.engine.engine import Engine
 from tests.engine.inside import STATES
 from tests.engine.models import BLOCK_SIZE
-from tests.engine.prompts import PROMPTS
+from tests.engine.prompts import PROMPTS, poolable, unseen
 from tests.engine.serving import Answer
 
 Pooled = Callable[..., Engine]
@@ -84,3 +84,29 @@ def test_aborts_in_every_state(
     running.forget()
     # Nothing wrong was saved on the way.
     assert_same(running.generate(others, max_tokens=24), expected)
+
+
+SOURCES = ("tokens_engine", "tokens_pool", "tokens_computed")
+
+
+def test_e1_e2_every_token_of_a_prompt_has_one_source(pooled: Pooled) -> None:
+    running, prompts = pooled("gqa"), unseen("sources")
+    total, whole = sum(map(len, prompts)), poolable(BLOCK_SIZE["gqa"])
+
+    def counted() -> list[int]:
+        before = running.counts()
+        running.generate(prompts, max_tokens=1)
+        after = running.counts()
+        assert all(after[name] >= count for name, count in before.items())
+        return [after.get(name, 0) - before.get(name, 0) for name in SOURCES]
+
+    assert counted() == [0, 0, total]
+    running.forget()
+    assert counted() == [0, sum(whole), total - sum(whole)]
+    assert counted() == [sum(whole), 0, total - sum(whole)]
+    running.forget()
+    with running.fault("lose_first"):
+        failed = running.counts().get("tokens_failed", 0)
+        # What a load was to bring and did not is told apart, and is not counted as computed too.
+        assert counted() == [0, sum(whole), total - sum(whole)]
+        assert running.counts()["tokens_failed"] - failed == sum(whole)
