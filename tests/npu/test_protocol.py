@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -235,25 +233,6 @@ def test_too_many_regions_are_refused_before_any_is_registered(world: World) -> 
     store.close()
 
 
-def test_other_protocols_have_no_such_rules(world: World) -> None:
-    store = world.store(protocol="tcp")
-    store._client = object()
-    assert not store.register_shared([Region(4096, 1)] * 300)
-
-
-@pytest.mark.parametrize(("limit", "told"), [(80 * MIB, False), (80 * MIB - 1, True), (resource.RLIM_INFINITY, False)])
-def test_the_limit_on_locked_memory_is_looked_at_first(
-    world: World, limit: int, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    with caplog.at_level(logging.WARNING):
-        world.store().connect()
-    assert ("event=locked_memory" in caplog.text) is told
-    caplog.clear()
-    with pytest.raises(StoreSetupError, match="memlock=-1" if told else r"has the memory$"):
-        world.store(bind=False).connect()
-
-
 def test_a_command_uses_the_first_npu_or_says_that_there_is_none(world: World) -> None:
     settings = StoreSettings(master_server_address="127.0.0.1:1", protocol="ascend")
     device_binder(settings.model_copy(update={"protocol": "tcp"}))()
@@ -266,9 +245,3 @@ def test_a_command_uses_the_first_npu_or_says_that_there_is_none(world: World) -
         finally:
             sys.modules.pop("kvpool_connector.ascend", None)
     assert world.machine.clock.device == 0
-
-
-def test_what_locks_nothing_needs_no_limit(monkeypatch: pytest.MonkeyPatch, fabric: World) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (0, 0))
-    with pytest.raises(StoreSetupError, match=r"has the memory$"):
-        fabric.store(bind=False, fabric_memory=True, global_segment_size=GIB).connect()
