@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvpool_connector.cli.doctor import Checkup
+from kvpool_connector.cli.endpoint import MasterEndpoint
 from kvpool_connector.cli.finding import Level
 from kvpool_connector.cli.machine import hash_seed, locked_memory, memory
+from kvpool_connector.cli.session import Session
 from kvpool_connector.config import GIB, PoolSettings, StoreSettings
 from kvpool_connector.contract.status import Status
 from kvpool_connector.hashing import Hashing, check_hashing, hashing_key
@@ -42,6 +45,7 @@ CHECKS = {
     "lookup": "a scheduler that cannot ask",
     "ports": "a master behind a firewall, or at another port",
     "endpoint": "a pool without memory",
+    "tenant": "a tenant that the master refuses, or does not keep apart",
     "client": "a master that cannot be reached",
     "registration": "memory that the store refuses",
     "self-test": "a store that returns other bytes, or nothing",
@@ -136,6 +140,26 @@ def test_deployments_that_do_not_share_are_a_finding(pool: Pool, namespace: str)
     found = by_check(pool.ask("doctor", *FAST[:-1], extra, status=1))
     assert "2 kinds of deployment of 1 models" in found["namespace"]["what"]
     assert "kv_head_split" in found["namespace"]["remedy"]
+
+
+def test_a_tenant_that_nobody_keeps_apart_is_a_finding(pool: Pool) -> None:
+    environ = {"MOONCAKE_MASTER": pool.address, "PYTHONHASHSEED": SEED, "MOONCAKE_TENANT_ID": "tenant-b"}
+    found = by_check(pool.ask("doctor", *FAST, environ=environ, status=1))["tenant"]
+    assert found["level"] == "warning"
+    assert "--enable_multi_tenants" in found["remedy"]
+
+
+@pytest.mark.parametrize(("tenant", "level"), [("tenant-a", "ok"), ("default", "ok"), ("tenant-b", "error")])
+def test_a_tenant_is_held_against_the_masters_policy(
+    pool: Pool, tenant: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = b'{"success":true,"data":[{"tenant_id":"default"},{"tenant_id":"tenant-a"}]}'
+    monkeypatch.setattr(MasterEndpoint, "_get", lambda self, path, *also: body)
+    settings = StoreSettings(master_server_address=pool.address, tenant_id=tenant)
+    found = Checkup(Session(endpoint=pool.endpoint))._tenant(settings)
+    assert found.level.value == level
+    if level == "error":
+        assert "'default', 'tenant-a'" in found.what
 
 
 def test_settings_that_are_not_the_defaults_are_told(pool: Pool) -> None:

@@ -61,6 +61,8 @@ def answer(master: SimulatedMaster, path: str, capacity: int) -> tuple[int, byte
     if name == "/metrics":
         counts = {"master_evicted_key_count": 0, "master_active_clients": 1}
         return 200, "".join(f"# TYPE {k} counter\n{k} {v}\n" for k, v in counts.items()).encode()
+    if name == "/api/v1/tenant_quotas":
+        return 409, b'{"success":false,"error_code":-1011,"error_message":"UNAVAILABLE_IN_CURRENT_MODE"}'
     return 404, b"{}"
 
 

@@ -26,7 +26,7 @@ from kvpool_connector.hashing import SECRET, read_hashing
 
 SLOW_BYTES_PER_S = 100e6
 """A transfer slower than this is taken for a fault; reads over TCP must fit the lease at this speed."""
-NUM_CHECKS = 14
+NUM_CHECKS = 15
 STORE_CHECKS = ("client", "registration", "self-test", "lease", "hashes", "namespace")
 
 
@@ -53,11 +53,15 @@ class Checkup:
             yield error("configuration", "the store's settings are wrong", "no engine starts with them", str(failure))
         yield from machine_findings(settings, self.pool, self.num_ranks, self.session.environ)
         if settings is None:
-            yield from (skipped(name, "no configuration") for name in ("ports", "endpoint", *STORE_CHECKS))
+            yield from (skipped(name, "no configuration") for name in ("ports", "endpoint", "tenant", *STORE_CHECKS))
             return
         yield ports(settings, self.session.knock)
         endpoint = attempt("endpoint", self._endpoint, "ls, stat, verify and explain need it")
         yield endpoint
+        if endpoint.level is Level.ERROR:
+            yield skipped("tenant", "no endpoint")
+        else:
+            yield attempt("tenant", lambda: self._tenant(settings), "who is kept apart is not known")
         try:
             with self.session.store(self.pool) as store:
                 yield well("client", "a client that gives no memory reached the master")
@@ -78,6 +82,27 @@ class Checkup:
             )
         total, used = sum(s.num_bytes for s in segments), sum(s.used_bytes for s in segments)
         return well("endpoint", f"{len(segments)} segments, {in_bytes(used)} of {in_bytes(total)} in use")
+
+    def _tenant(self, settings: StoreSettings) -> Finding:
+        tenant, known = settings.tenant_id, self.session.master_endpoint().tenants()
+        if known is None and tenant == DEFAULT_TENANT:
+            return well("tenant", "the master keeps no tenants apart, and none is set")
+        if known is None:
+            return warning(
+                "tenant",
+                f"tenant_id is {tenant!r}, and this master keeps no tenants apart",
+                "whoever reaches the master shares the pool, whatever its tenant_id",
+                "start mooncake_master with --enable_multi_tenants and a policy that names the tenant, or keep "
+                "deployments apart with namespace",
+            )
+        if tenant in known:
+            return well("tenant", f"{tenant!r} may store")
+        return error(
+            "tenant",
+            f"tenant_id is {tenant!r}; the master's policy knows {', '.join(map(repr, known[:8])) or 'none'}",
+            "every store is refused",
+            "name the tenant in the master's policy of quotas, or set tenant_id to one that is in it",
+        )
 
     def _with_store(self, store: Store, settings: StoreSettings, *, has_endpoint: bool) -> Iterator[Finding]:
         yield self._registration(store)

@@ -19,6 +19,8 @@ from kvpool_connector.cli.output import CommandError
 from kvpool_connector.cli.progress import Tell, silent
 
 DEFAULT_PORT = 9003
+NO_TENANTS = 409
+"""Status of the question about tenants on a master that was started without them."""
 KEYS_PER_QUERY = 64
 MAX_ANSWER_BYTES = 2 << 30
 """Some 20 million keys; nothing longer is read from the wire."""
@@ -87,8 +89,13 @@ class MasterEndpoint:
         text = self._get("/metrics").decode("utf-8", "replace")
         return {name: value for name, label, value in _samples(text) if not label}
 
-    def _json(self, path: str) -> dict[str, Any]:
-        body = self._get(path)
+    def tenants(self) -> list[str] | None:
+        """Tenants that may store; None where the master keeps none apart, whatever its clients say."""
+        found = self._json("/api/v1/tenant_quotas", NO_TENANTS)
+        return [row["tenant_id"] for row in found["data"]] if found.get("success") else None
+
+    def _json(self, path: str, *also: int) -> dict[str, Any]:
+        body = self._get(path, *also)
         try:
             answer = json.loads(body)
         except ValueError as error:
@@ -97,7 +104,8 @@ class MasterEndpoint:
             raise self._foreign(path, "not a JSON object")
         return answer
 
-    def _get(self, path: str) -> bytes:
+    def _get(self, path: str, *also: int) -> bytes:
+        """The body of an answer with status 200, or one of `also`."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         try:
             connection.request("GET", path)
@@ -111,7 +119,7 @@ class MasterEndpoint:
             ) from error
         finally:
             connection.close()
-        if response.status != 200:
+        if response.status not in (200, *also):
             raise self._foreign(path, f"status {response.status}")
         return body
 
