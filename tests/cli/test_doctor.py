@@ -16,6 +16,7 @@ from kvpool_connector.cli.session import Session
 from kvpool_connector.config import GIB, PoolSettings, StoreSettings
 from kvpool_connector.contract.status import Status
 from kvpool_connector.hashing import Hashing, check_hashing, hashing_key
+from kvpool_connector.mooncake import MooncakeStore
 from tests.cli.pool import SEED, Pool, fill
 
 FAST = ("--model", "qwen3-8b", "--blocks", "1", "--extra-config", '{"max_bytes_per_call": "20MB"}')
@@ -107,6 +108,23 @@ def test_other_bytes_than_stored_are_found(pool: Pool, monkeypatch: pytest.Monke
     monkeypatch.setattr(HostCopier, "gather", lambda self, ids, at: right(self, [1 - i for i in ids], at))
     found = by_check(pool.ask("doctor", "--model", "qwen3-8b", "--blocks", "2", status=2))
     assert "other bytes" in found["self-test"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(Status.NO_SPACE, "global_segment_size"), (Status.UNAVAILABLE, "log of the master")]
+)
+def test_blocks_that_are_not_stored_are_not_taken_for_wrong_ones(
+    pool: Pool, status: Status, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MooncakeStore, "put", lambda self, keys, *pieces: [status] * len(keys))
+    found = by_check(pool.ask("doctor", *FAST, status=2))["self-test"]
+    assert status.value in found["what"]
+    assert "other bytes" not in found["what"]
+    assert remedy in found["remedy"]
+    assert (
+        status.value
+        in pool.ask("bench", "--model", "qwen3-8b", "--blocks", "1", "--repeats", "1", status=2)["failures"][0]
+    )
 
 
 def test_foreign_objects_in_the_namespace_are_a_finding(pool: Pool, namespace: str, foreign: str) -> None:

@@ -74,10 +74,11 @@ def round_trip(store: Store, cache: NamedCache, way: str, repeats: int = 1) -> T
             cache.fill(repeat)
             expected = [cache.block(block_id) for block_id in ids]
             with own_keys(store, len(ids)) as keys:
-                trip.save_s.append(_timed(trip, "save", transfer.save, keys, ids))
+                _timed(trip, "save", transfer.save, keys, ids, trip.save_s)
                 cache.poison()
-                trip.load_s.append(_timed(trip, "load", transfer.load, keys, ids))
-            trip.wrong_blocks += [i for i in ids if not np.array_equal(cache.block(i), expected[i])]
+                loaded = _timed(trip, "load", transfer.load, keys, ids, trip.load_s)
+            # What did not load is a failure, and holds whatever it held.
+            trip.wrong_blocks += [i for i in loaded if not np.array_equal(cache.block(i), expected[i])]
     return trip
 
 
@@ -95,10 +96,13 @@ def _transfer(store: Store, cache: NamedCache, way: str) -> Iterator[Transfer]:
         store.unregister(staging.buffer.address)
 
 
-def _timed(trip: Trip, phase: str, move: object, keys: Sequence[str], ids: Sequence[int]) -> float:
+def _timed(
+    trip: Trip, phase: str, move: object, keys: Sequence[str], ids: Sequence[int], times: list[float]
+) -> list[int]:
+    """The blocks that were moved."""
     assert callable(move)
     start = time.perf_counter()
     statuses: list[Status] = move(keys, ids, Unheld())
-    seconds = time.perf_counter() - start
+    times.append(time.perf_counter() - start)
     trip.failures += [f"{phase} of block {i}: {s.value}" for i, s in zip(ids, statuses, strict=True) if not s.ok]
-    return seconds
+    return [i for i, status in zip(ids, statuses, strict=True) if status.ok]
