@@ -57,7 +57,7 @@ FIELDS: dict[str, str] = {
     "vllm/config/kv_events.py": "enable_kv_cache_events",
     "vllm/distributed/kv_events.py": """BlockStored AllBlocksCleared block_hashes parent_block_hash token_ids block_size
         lora_id lora_name medium""",
-    "vllm/distributed/parallel_state.py": "get_pp_group get_tp_group rank_in_group",
+    "vllm/distributed/parallel_state.py": "get_pp_group get_tp_group get_world_group rank_in_group local_rank",
 }
 """Names that the adapter reads, by the file that defines them."""
 
