@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import kvpool_connector.cli.app as app_module
 from kvpool_connector.cli.app import app
 from kvpool_connector.cli.progress import ProgressBar
 from tests.cli.pool import Pool, fill
@@ -95,6 +96,33 @@ def test_progress_is_drawn_on_a_terminal_alone(terminal: bool) -> None:
     bar.tell("comparing", 3, 6)
     bar.close()
     assert ("comparing" in shown.getvalue()) == terminal
+
+
+def test_bars_are_gone_before_the_answer_is_printed(
+    pool: Pool, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wipe off what was printed under them."""
+    fill(pool, namespace, TOKENS)
+    shown = io.StringIO()
+    order: list[str] = []
+
+    class Bar(ProgressBar):
+        def __init__(self) -> None:
+            super().__init__(Console(file=shown, force_terminal=True))
+
+        def close(self) -> None:
+            order.append("gone")
+            super().close()
+
+    monkeypatch.setattr("kvpool_connector.cli.app.ProgressBar", Bar)
+    for name in ("show", "show_error"):
+        right = getattr(app_module, name)
+        said = lambda *words, right=right, **how: order.append("said") or right(*words, **how)  # noqa: E731
+        monkeypatch.setattr(f"kvpool_connector.cli.app.{name}", said)
+    pool.run("verify", "--namespace", namespace)
+    assert "comparing" in shown.getvalue()
+    pool.run("clear", "--namespace", namespace, "--yes", "--master", "127.0.0.1:1")
+    assert order == ["gone", "said", "gone"] * 2
 
 
 def test_bench_draws_a_picture_or_says_at_once_that_it_cannot(pool: Pool, tmp_path: Path) -> None:

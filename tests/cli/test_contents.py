@@ -103,6 +103,14 @@ def test_objects_without_a_descriptor_are_named_as_unchecked(pool: Pool, namespa
     assert "3 unchecked" in found["unchecked"][0]
 
 
+def test_a_key_of_nothing_in_the_pool_is_an_error(pool: Pool, namespace: str) -> None:
+    filled = fill(pool, namespace, TOKENS)
+    key = filled.key(0, 0)
+    for absent in (key[:-4] + "0000", key.replace(filled.shards[0].fingerprint, "0" * 32)):
+        found = pool.ask("verify", key, absent, status=2)
+        assert found["wrong"] == [{"key": absent, "why": "not in the pool"}]
+
+
 def test_clear_removes_one_namespace_and_no_other(pool: Pool, namespace: str) -> None:
     fill(pool, namespace, TOKENS)
     neighbour = fill(pool, namespace + "0", TOKENS)

@@ -83,9 +83,15 @@ def session_of(
     status: list[int] = []
     bar = ProgressBar()
     session.tell = bar.tell if session.tell is silent else session.tell
+
+    def answered(answer: Answer) -> None:
+        bar.close()
+        status.append(show(answer, as_json=as_json))
+
     try:
-        yield session, lambda answer: status.append(show(answer, as_json=as_json))
+        yield session, answered
     except (KVPoolError, CommandError) as error:
+        bar.close()
         status = [show_error(error, as_json=as_json)]
     finally:
         bar.close()

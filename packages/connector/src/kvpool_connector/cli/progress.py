@@ -34,6 +34,7 @@ class ProgressBar:
         self._bar.update(self._tasks[work], completed=done, total=total)
 
     def close(self) -> None:
-        """Take the bars away."""
+        """Take the bars away: what is printed under one that is still drawn, it would wipe off."""
         if self._tasks:
             self._bar.stop()
+            self._tasks.clear()

@@ -39,6 +39,8 @@ def verify(session: Session, texts: Sequence[str], namespace: str | None, *, rea
                 if kind is not None:
                     kind.append((objects.shard.descriptor_key(), objects.trouble))
                 else:
+                    known = endpoint.sizes([str(key) for key in keys])
+                    faults += [(str(key), "not in the pool") for key in keys if not namespace and str(key) not in known]
                     unchecked.append(f"{objects.shard.descriptor_key()}: {objects.trouble}; {len(keys)} unchecked")
                 continue
             checked += len(keys) + 1
