@@ -154,7 +154,7 @@ wrap(
     "keys do not tell adapters and salts apart",
     shards.Shard,
     "keys",
-    lambda right, self, block_hashes, tag="": right(self, block_hashes),
+    lambda right, self, block_hashes, tag: right(self, block_hashes, ""),
 )
 wrap(
     "whatever was looked up is a hit",
@@ -166,7 +166,7 @@ wrap(
     "ended requests are remembered",
     scheduler.PoolScheduler,
     "finished",
-    lambda right, self, request_id, completed: False,
+    lambda right, self, request_id, num_tokens, completed: False,
 )
 wrap(
     "a resumed request keeps a block that it gave back",
