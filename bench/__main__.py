@@ -13,13 +13,14 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench import engine, lookups, planning, resources, rivals, transfers
+from bench import engine, layered_models, lookups, planning, resources, rivals, transfers
 from bench.measure import Row
 
 PARTS = {
     "planning": planning.rows,
     "lookups": lookups.rows,
     "transfers": transfers.rows,
+    "layers": layered_models.rows,
     "resources": resources.rows,
     "rivals": rivals.rows,
     "engine": engine.rows,

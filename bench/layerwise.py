@@ -3,9 +3,10 @@
 `python -m bench.layerwise [--point 61 16 180224] [--place remote] [--write]`
 
 Real Mooncake over TCP on loopback. Remote: a process of its own owns the memory; local: this one does. Blocks have one
-page a layer. A layer's computing is a sleep, none or as long as the layer's part of a packed load takes, so that a core
-is free for the transfer as it is beside an NPU. The ways of transfer take turns within every repetition, and medians
-count. `--write` puts all points into `bench/layerwise.json` and their table into `docs/layerwise.md`.
+page a layer; `bench.layered_models` has the caches of whole models. A layer's computing is a sleep, none or as long as
+the layer's part of a packed load takes, so that a core is free for the transfer as it is beside an NPU. The ways of
+transfer take turns within every repetition, and medians count. `--write` puts all points into `bench/layerwise.json`
+and their table into `docs/layerwise.md`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ COMPUTING = ("none", "equal")
 NUM_LAYERS = (1, 8, 61)
 NUM_BLOCKS = (1, 8, 16, 128, 1024)
 PAGE_BYTES = (256, 4096, 32768, 131072)
-V32_PAGE_BYTES = 131072 + 16384 + 32768
 MAX_BYTES = 65 << 20
 MAX_PIECES = {"direct": 1000, "each": 500}
 """More pieces than these are not moved one by one: it takes seconds, or fails."""
@@ -60,13 +60,15 @@ BLOCK_TOKENS = 16
 
 
 def points() -> list[tuple[int, int, int]]:
-    """Layers, blocks and bytes of a page, as far as they fit; last the pages of V3.2."""
-    grid = [(n, b, p) for p in PAGE_BYTES for n in NUM_LAYERS for b in NUM_BLOCKS if n * b * p <= MAX_BYTES]
-    return [*grid, (61, 8, V32_PAGE_BYTES), (61, 16, V32_PAGE_BYTES)]
+    """Layers, blocks and bytes of a page, as far as they fit."""
+    return [(n, b, p) for p in PAGE_BYTES for n in NUM_LAYERS for b in NUM_BLOCKS if n * b * p <= MAX_BYTES]
 
 
 class Bench:
     """One rank by every way of transfer."""
+
+    step_s = 0.0
+    """How long the step of the last save or load took, from its start to where the engine goes on."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class Bench:
             _compute(layer_s)
             worker.save_layer(name)
         worker.end_step(step)
+        self.step_s = time.perf_counter() - start
         assert worker.drain(120)
         took = time.perf_counter() - start
         counts = worker.counters.take()
@@ -130,7 +133,7 @@ class Bench:
             worker.wait_layer(name)
             _compute(layer_s)
         worker.end_step(step)
-        took = time.perf_counter() - start
+        self.step_s = took = time.perf_counter() - start
         assert not worker.take_failed_blocks(), "not all was loaded"
         worker.counters.take()
         return took

@@ -7,7 +7,9 @@ import statistics
 from typing import Any
 
 import pytest
-from bench.layerwise import COMPUTING, PAGE, RESULTS, V32_PAGE_BYTES, points, written
+from bench import layered_models
+from bench.layerwise import COMPUTING, PAGE, RESULTS, points, written
+from bench.measure import Row
 
 from kvpool_connector.layer_cost import Work, best_num_ranges, pays
 
@@ -65,10 +67,24 @@ def test_beside_memory_of_its_own_layers_seldom_gain() -> None:
     assert statistics.median(least_ms(one, "layers") / least_ms(one, "packed") for one in local) > TOLERANCE
 
 
-@pytest.mark.parametrize("what", ["load", "save"])
-@pytest.mark.parametrize("blocks", [8, 16])
-def test_with_as_much_computing_large_objects_gain(what: str, blocks: int) -> None:
-    (one,) = [one for one in REMOTE if one["page_bytes"] == V32_PAGE_BYTES and one["blocks"] == blocks]
-    medians = {way: time["median"] for way, time in one[what]["equal"].items()}
-    assert medians["layers"] <= 0.7 * medians["packed"]
-    assert medians["layers"] <= 0.6 * medians["direct"]
+NOISE = 1.05
+"""Of a median of 15 turns, measured with other load on the machine; the page says what is beyond its target."""
+MODELS: list[dict[str, Any]] = json.loads(layered_models.RESULTS.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_the_table_of_models() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert layered_models.written(page, MODELS) == page
+
+
+def test_all_points_of_models_are_there() -> None:
+    expected = [(deployed.name, blocks) for deployed in layered_models.MODELS for blocks in deployed.blocks]
+    assert [(one["model"], one["blocks"]) for one in MODELS] == expected
+    # Latent, rope and indexer; with C8 half an indexer and its scales; the small one.
+    page_bytes = [131072 + 16384 + 32768] * 2 + [131072 + 16384 + 16384 + 256] * 2 + [4096 + 512 + 1024] * 3
+    assert [one["object_bytes"] for one in MODELS] == [61 * size for size in page_bytes]
+
+
+@pytest.mark.parametrize("row", layered_models.as_rows(MODELS), ids=lambda row: f"{row.what}-{row.against}")
+def test_with_as_much_computing_layers_take_no_more_than_they_may(row: Row) -> None:
+    assert row.at_most is None or row.median <= NOISE * row.at_most, f"{row.median} is more than {row.at_most}"
