@@ -15,6 +15,7 @@ from kvpool_connector.contract.status import Status
 FOUND_AT = {
     "blocks are saved on top of a load that may have failed": 48,
     "the last token of an answer is taken as computed": 21,
+    "a load does not wait for steps in flight": 73,
     "blocks of failed loads stay in the engine's cache": 73,
     "keys do not tell adapters and salts apart": 7,
     "loads between steps are never told to have ended": 3,
