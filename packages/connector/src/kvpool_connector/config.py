@@ -14,7 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.topology import HeadSplit
@@ -78,12 +87,15 @@ def _head_split(value: object) -> object:
     )
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
+Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema({"type": "integer", "format": "size"})]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    """What is said under a field is its meaning in `docs/configuration.md`, which
+    `python -m tests.docs.configuration` writes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class StoreSettings(_Settings):
@@ -92,26 +104,32 @@ class StoreSettings(_Settings):
     master_server_address: str
     """`host:port` of `mooncake_master`."""
     metadata_server: str = "P2PHANDSHAKE"
+    """As in Mooncake."""
     protocol: Literal["tcp", "rdma", "ascend"] = "ascend"
+    """How Mooncake moves bytes."""
     device_name: str = ""
+    """As in Mooncake."""
     local_hostname: str = ""
-    """The name under which other clients reach this one; where empty, the address from which this machine reaches the
-    master: loopback for a master on loopback."""
+    """The name under which other machines reach this one; empty: this machine's address on the way to the master, so
+    loopback for a master on loopback."""
     global_segment_size: Size = GIB
-    """Bytes of memory that this process gives to the pool: 0, or at least 16 MiB."""
+    """Memory that each worker gives to the pool: 0, or at least 16 MiB."""
     local_buffer_size: Size = GIB
-    """Bytes of Mooncake's own transfer buffer."""
+    """Mooncake's own transfer buffer."""
     preferred_segment: bool = False
-    """Store in this process's own segment while it has room."""
+    """Store in this worker's own segment while it has room."""
     prefer_alloc_in_same_node: bool = True
     """Handed on to Mooncake, which placed objects at random all the same (0.3.13)."""
     tenant_id: Annotated[str, BeforeValidator(_tenant)] = DEFAULT_TENANT
-    """Mooncake's tenant; of effect on a master that was started with tenants."""
+    """Mooncake's tenant, of effect on a master with `--enable_multi_tenants`; equal on all that share."""
     enable_ssd_offload: Literal[False] = False
+    """The only value so far."""
     ssd_offload_path: str = ""
+    """Accepted, of no effect."""
     fabric_memory: bool = False
-    """Whether device and host memory are one address space (Atlas A3), as `ASCEND_ENABLE_USE_FABRIC_MEM=1` tells
-    Mooncake too: then nothing is registered, and Mooncake has no buffer of its own."""
+    """Whether device and host memory are one address space (Atlas A3, protocol `ascend`). Not in this file:
+    `ASCEND_ENABLE_USE_FABRIC_MEM=1` in the environment sets it, for Mooncake too. Then `global_segment_size` is in
+    whole GiB, nothing is registered, and `local_buffer_size` is taken for 0."""
 
     @field_validator("global_segment_size")
     @classmethod
@@ -186,70 +204,85 @@ class PoolSettings(_Settings):
     """`kv_connector_extra_config`: first what vLLM-Ascend's users know, then what is KVPool's own."""
 
     backend: Literal["mooncake"] = "mooncake"
-    lookup_rpc_port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """Names the local lookup socket where the scheduler cannot have a store client of its own."""
+    """The only one."""
+    lookup_rpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Names the local socket through which the scheduler asks the first worker where it cannot have a store client of
+    its own (protocol `ascend`)."""
     load_async: bool = False
-    """Load between steps instead of in front of one. Always so with several KV cache groups."""
+    """Load between steps instead of in front of one; always so for models with several KV cache groups."""
     consumer_is_to_put: bool = False
+    """A `kv_consumer` saves too."""
     consumer_is_to_load: bool = False
+    """A `kv_consumer` loads too."""
     save_decode_cache: bool = False
-    """Also save blocks that hold generated tokens."""
+    """Also save blocks of generated tokens, so that the next turn of a chat hits them."""
     discard_partial_chunks: Literal[True] = True
+    """The only value: whole blocks are saved."""
     use_layerwise: Literal[False, True, "auto"] = False
-    """Load and save layer by layer while a step computes; `auto`: in steps where `kvpool_connector.layer_cost` says
-    that it pays."""
+    """`true`: load and save [layer by layer](layerwise.md) while a step computes; `auto`: in those steps where a model
+    of its cost says that it pays."""
     layerwise_prefetch_layers: Annotated[int, Field(ge=1)] | None = None
-    """Layers that loads may run ahead of the one that computes; null: as many as the transport manages."""
+    """How many layers loads run ahead of the one that computes; none: as many as the transport manages."""
+    prefill_pp_size: Annotated[int, Field(ge=1)] | None = None
+    """Objects are cut along the layers as a pipeline of so many stages holds them, so that
+    [engines with other pipelines](#other-pipelines) share; none: as this engine's own stages do."""
+    prefill_pp_layer_partition: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_partition)
+    ] = None
+    """Layers of each of these stages, also as a text: `"30,31"`; none: vLLM's even partition."""
+
+    namespace: Annotated[str, Field(min_length=1, max_length=128)] = "default"
+    """Deployments share KV only within a namespace."""
+    model_id: str | None = None
+    """Identity of the weights, where the same model has other paths on other machines; none: the model's path."""
+    transfer: Literal["auto", "direct", "packed"] = "auto"
+    """`packed` moves a block through one staging buffer (what `auto` takes), `direct` piece by piece from and to the
+    cache."""
+    kv_head_split: Annotated[HeadSplit, BeforeValidator(_head_split)] = "rank"
+    """Which KV heads share an object, so that [engines of other tensor parallel sizes](#kv_head_split) find it: all
+    that a rank holds, each its own, or as many as a rank of every size in a list such as `[4, 8]` holds whole."""
+    cache_order: Literal["auto", "ND", "HND", "NZ"] = "auto"
+    """Byte order of a cache page, which the tensors do not tell. `auto`: `NZ` where vLLM-Ascend's `enable_kv_nz` is on,
+    else `ND`, and a page whose shape fits two orders is refused. A 310P needs `NZ` (with `ND` it is refused at start);
+    `HND` is heads before tokens."""
+    integrity: Literal["off", "sampled", "on"] = "off"
+    """`on`: every object carries a checksum a component, compared at every load; `sampled`: at one in sixteen. A broken
+    object is removed, its block computed. Needs packed transfer."""
+    audit_every: Annotated[int, Field(ge=0)] = 0
+    """Of so many blocks stored, one is read back at once and compared with what was handed over
+    ([Integrity](integrity.md)); 0: none is. Needs packed transfer."""
     layerwise_layers_per_transfer: Annotated[int, Field(ge=1)] | None = None
-    """Layers that are moved together; null: as many as `kvpool_connector.layer_cost` takes for best."""
+    """Layers that are moved together; none: as many as [the cost model](layerwise.md#when-it-pays) takes for best."""
     layerwise_session_limit_s: Annotated[float, Field(gt=0, le=600)] = 20.0
     """Age at which an unfinished object is given up. Must lie below the master's `--put_start_discard_timeout_sec`
     (30 by default), and never anywhere near its `--put_start_release_timeout_sec`."""
     layerwise_renew_s: Annotated[float, Field(gt=0)] = 2.0
     """Age at which the protection of an object being read is renewed. Must lie below the master's
     `--default_kv_lease_ttl` less the time of one transfer."""
-    prefill_pp_size: Annotated[int, Field(ge=1)] | None = None
-    """Objects are cut along the layers as a pipeline of so many stages holds them; null: as the own stages do."""
-    prefill_pp_layer_partition: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_partition)
-    ] = None
-    """Layers of each of these stages, as `"30,31"`; null: vLLM's even partition."""
-
-    namespace: Annotated[str, Field(min_length=1, max_length=128)] = "default"
-    """Deployments share KV only within a namespace."""
-    model_id: str | None = None
-    """Identity of the weights; the engine's model path where it is not set."""
-    transfer: Literal["auto", "direct", "packed"] = "auto"
-    """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache."""
-    kv_head_split: Annotated[HeadSplit, BeforeValidator(_head_split)] = "rank"
-    """Which KV heads share an object: all that a rank holds, each its own, or as many as a rank of every tensor
-    parallel size in the list holds whole. Engines of different sizes share what they split alike."""
-    cache_order: Literal["auto", "ND", "HND", "NZ"] = "auto"
-    """Byte order of a cache page, which the tensors do not tell. `auto`: `NZ` where vLLM-Ascend's `enable_kv_nz` is on,
-    else `ND`. A 310P needs `NZ`; `HND` is heads before tokens."""
-    integrity: Literal["off", "sampled", "on"] = "off"
-    """Checksums in every object, compared at every load or at one in sixteen."""
-    audit_every: Annotated[int, Field(ge=0)] = 0
-    """Of how many blocks stored one is read back and compared with what was handed over; 0: none is."""
     remember_requests: Annotated[int, Field(ge=0)] = 1000
-    """Requests whose last lookup the scheduler side keeps in memory for `kvpool explain --request-id`; 0: none."""
+    """Requests whose last lookup an engine remembers for
+    [`kvpool explain --request-id`](command-line.md#why-did-this-miss); 0: none."""
     staging_bytes: Size = 256 * MIB
-    """Bound of the staging area of one worker."""
+    """Bound of the staging area of a rank; three objects must fit."""
     max_buffers_per_call: Annotated[int, Field(ge=1)] = 1900
-    """Mooncake over TCP fails or hangs above about 2,048 buffers in flight."""
+    """Pieces in one call of the store: Mooncake over TCP fails or hangs above about 2,048 in flight."""
     max_bytes_per_call: Size = 256 * MIB
-    """Keeps one read well inside the lease."""
+    """Bytes in one call of the store, so that one read stays well inside the lease."""
     min_tokens_to_load: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
-    """Fewer tokens than these are computed though the pool has them; `auto`: where it is faster, as measured."""
+    """Fewer tokens than these are computed though the pool has them; `auto`:
+    [learnt while serving](#min_tokens_to_load)."""
     max_queued_blocks: Annotated[int, Field(ge=1)] = 16384
     """Blocks that may wait to be saved; more are dropped and counted."""
     setup_timeout_s: Seconds = 15.0
+    """Bound of reaching the master at start."""
     lookup_timeout_s: Seconds = 1.0
+    """Bound of a lookup; after it the prompt is computed."""
     load_timeout_s: Seconds = 20.0
+    """Bound of a load; what has not landed is computed."""
     fence_timeout_s: Annotated[float, Field(ge=0, le=10)] = 0.05
-    """How long a step may wait for a queued save of a block that is about to be overwritten."""
+    """How long a step waits for queued saves of blocks that it overwrites; 0: not at all."""
     outage_pause_s: Seconds = 5.0
-    """After a sign of outage the store is not asked again for this long."""
+    """After a sign of outage the store is left alone so long."""
     drain_timeout_s: Seconds = 10.0
     """How long a shutdown waits for queued saves."""
 
