@@ -114,6 +114,20 @@ def test_what_nothing_is_known_of_is_loaded_but_for_a_few_to_learn_from() -> Non
     assert learnt.worth(2000)
 
 
+@pytest.mark.parametrize(("load_s", "expected"), [(0.2, 0), (0.01, 1000)])
+def test_g4_an_engine_that_computes_prompts_of_one_length_alone_learns_too(load_s: float, expected: int) -> None:
+    learnt = LearntThreshold(UNIT)
+    loaded = 0
+    for _ in range(1000):
+        if learnt.worth(320):
+            learnt.loaded(320, load_s)
+            loaded += 1
+        else:
+            learnt.stepped(330, 0.05)
+    # Both ways are tried now and then.
+    assert loaded == pytest.approx(expected, abs=20)
+
+
 def test_memory_is_bounded() -> None:
     learnt = LearntThreshold(UNIT)
     serve(learnt, dear, 0, 5000)

@@ -165,11 +165,12 @@ class LearntThreshold:
         self._refresh()
         if not self.loads.knows(num_tokens):
             return True
-        if len(self._step_points) < 2:
+        # An engine may only ever compute whole prompts of one length: what those take is what computing takes at most.
+        if len(self._step_points) < 2 and not any(tokens > num_tokens for tokens, _ in self._step_points):
             self._trials += 1
             return self._trials > TRIALS
         load, compute = self.load_s(num_tokens), self.compute_s(num_tokens)
-        loads = num_tokens >= self._tokens
+        loads = num_tokens >= self._tokens if self.known else load <= compute
         taken, other = (load, compute) if loads else (compute, load)
         self._credit_s += REGRET * taken
         if self._credit_s < max(other - taken, TRY_EVERY * REGRET * taken):
@@ -183,7 +184,8 @@ class LearntThreshold:
 
     def compute_s(self, num_tokens: int) -> float:
         """Seconds of computing so many tokens more in a step, as far as known."""
-        return max(0.0, at(self._step_points, num_tokens + 1) - at(self._step_points, 1))
+        least = at(self._step_points, 1) if len(self._step_points) > 1 else 0.0
+        return max(0.0, at(self._step_points, num_tokens + 1) - least)
 
     @property
     def known(self) -> bool:
