@@ -13,13 +13,20 @@ from kvpool_connector.contract import shards, topology
 from kvpool_connector.contract.status import Status
 
 FOUND_AT = {
-    "blocks are saved on top of a load that may have failed": 48,
-    "the last token of an answer is taken as computed": 21,
+    "a hit is one block too long": 7,
+    "a sliding window is one block short": 2,
     "a load does not wait for steps in flight": 73,
+    "a reset resets nothing": 12,
+    "blocks are saved on top of a load that may have failed": 33,
     "blocks of failed loads stay in the engine's cache": 73,
     "keys do not tell adapters and salts apart": 7,
-    "loads between steps are never told to have ended": 3,
-    "loads that failed between steps count as loaded": 3,
+    "loads that failed between steps count as loaded": 13,
+    "routers are never told of the first block of a prompt": 2,
+    "routers are told of a block with its first shard": 7,
+    "the last token of an answer is taken as computed": 21,
+    "the local hit is loaded in place of what follows": 13,
+    "what the store refused is told to routers": 2,
+    "whatever was looked up is a hit": 2,
 }
 """Seeds that showed a mistake when it was planted: they are tried first, so that the search is short."""
 BREAKAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}

@@ -153,8 +153,10 @@ wrap(
 wrap(
     "the block size of group 0 for all groups",
     PoolScheduler,
-    "_hash",
-    lambda right, self, view, rule, index: right(self, view, self._rules[0], index),
+    "_hashes",
+    lambda right, self, view, rule, start, end: [
+        right(self, view, self._rules[0], i, i + 1)[0] for i in range(start, end)
+    ],
     f"{GROUPS}.test_loads_skip_blocks_outside_the_window_and_run_between_steps",
 )
 plant(
