@@ -89,10 +89,10 @@ def no_help(repeats: int) -> list[Row]:
     several = f"{NUM_RUNNING} requests with a pool that never hits"
     local = f"a prompt of {LOCAL_LENGTH:,} tokens that the engine has itself"
     return [
-        Row(AREA, f"decoding steps of {several}", PLAIN, **spread(ratios["steps"]), at_most=1.02, note=step),  # type: ignore[arg-type]
-        Row(AREA, f"our hooks in a decoding step of {several}", "in microseconds", **spread(hooks_us), at_most=200),  # type: ignore[arg-type]
-        Row(AREA, f"time to first token of {local}", PLAIN, **spread(ratios["again"]), at_most=1.01),  # type: ignore[arg-type]
-        Row(AREA, f"calls to the store for {local}", "number", **spread(calls), at_most=0),  # type: ignore[arg-type]
+        Row(AREA, f"decoding steps of {several}", PLAIN, **spread(ratios["steps"]), at_most=1.02, note=step),
+        Row(AREA, f"our hooks in a decoding step of {several}", "in microseconds", **spread(hooks_us), at_most=200),
+        Row(AREA, f"time to first token of {local}", PLAIN, **spread(ratios["again"]), at_most=1.01),
+        Row(AREA, f"calls to the store for {local}", "number", **spread(calls), at_most=0),
     ]
 
 
@@ -128,7 +128,7 @@ def short_prompts(repeats: int, lengths: tuple[int, ...], slow: bool) -> list[Ro
                 AREA,
                 f"time to first token of {length} tokens in the pool, `min_tokens_to_load` learnt, {where}",
                 f"the better of loading and computing: {better}",
-                **spread(auto / best for auto, best in zip(times["auto"], times[better], strict=True)),  # type: ignore[arg-type]
+                **spread(auto / best for auto, best in zip(times["auto"], times[better], strict=True)),
                 at_most=1.05,
                 note=f"{share:.0%} loaded",
             )

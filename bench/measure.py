@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypedDict
 
 Act = Callable[[], object]
 
@@ -63,7 +64,16 @@ def pairs(
     return taken
 
 
-def spread(ratios: Iterable[float]) -> dict[str, float | int]:
+class Spread(TypedDict):
+    """Fields of `Row` that come from repetitions."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+
+def spread(ratios: Iterable[float]) -> Spread:
     """Median, lower and upper quartile, and number, as `Row` wants them."""
     found = sorted(ratios)
     low, median, high = statistics.quantiles(found, n=4, method="inclusive")

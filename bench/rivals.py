@@ -94,7 +94,7 @@ def compared(kind: str, found: Mapping[str, Any]) -> list[Row]:
             "Real engine",
             f"{kind}, {length:,} tokens, {name}: {words}",
             THEIRS,
-            **spread(value(one, name, phase, what) / value(one, THEIRS, phase, what) for one in turns),  # type: ignore[arg-type]
+            **spread(value(one, name, phase, what) / value(one, THEIRS, phase, what) for one in turns),
             at_most=target,
         )
         for name in ours
