@@ -16,11 +16,11 @@ from typing import Any
 
 from kvpool_connector.config import StoreSettings
 from kvpool_connector.mooncake import MooncakeStore, import_mooncake
-from kvpool_simulator.clock import VirtualClock
 from kvpool_simulator.npu import Machine, Transport
 from kvpool_simulator.store import SimulatedMaster
 from tests.targets.memory import NpuMemory
 from tests.targets.real_mooncake import RealMaster
+from tests.targets.simulator import SimulatorTarget
 from tests.targets.target import Target
 
 LEASE_S = 5.0
@@ -159,22 +159,11 @@ class NpuTarget(Target):
         time.sleep(seconds)
 
 
-class StandInTarget(Target):
+class StandInTarget(SimulatorTarget):
     """The same on the stand-in, over the simulated store."""
 
     def __init__(self, master: SimulatedMaster) -> None:
-        super().__init__("npu-stand-in", master.address, stand_in_store, 10.0, stand_in_memory, num_clients=1)
-        self._master = master
-
-    def peek(self, key: str) -> bytes | None:
-        return self._master.peek(key)
-
-    def poke(self, key: str, offset: int, value: bytes) -> None:
-        self._master.poke(key, offset, value)
-
-    def advance(self, seconds: float) -> None:
-        assert isinstance(self._master.clock, VirtualClock)
-        self._master.clock.advance(seconds)
+        super().__init__(master, "npu-stand-in", stand_in_store, stand_in_memory, num_clients=1)
 
 
 @contextmanager

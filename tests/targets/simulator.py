@@ -10,6 +10,8 @@ from kvpool_connector.config import StoreSettings
 from kvpool_connector.mooncake import MooncakeStore
 from kvpool_simulator.clock import VirtualClock
 from kvpool_simulator.store import SimulatedMaster
+from tests.targets.memory import HostMemory, MemoryFactory
+from tests.targets.process import StoreFactory
 from tests.targets.target import Target
 
 LEASE_S = 10.0
@@ -28,8 +30,15 @@ def make_store(address: str, segment_bytes: int) -> MooncakeStore:
 class SimulatorTarget(Target):
     """Time moves when told, and objects can be looked at from behind."""
 
-    def __init__(self, master: SimulatedMaster) -> None:
-        super().__init__("simulator", master.address, make_store, LEASE_S)
+    def __init__(
+        self,
+        master: SimulatedMaster,
+        name: str = "simulator",
+        make_store: StoreFactory = make_store,
+        make_memory: MemoryFactory = HostMemory,
+        num_clients: int = 2,
+    ) -> None:
+        super().__init__(name, master.address, make_store, LEASE_S, make_memory, num_clients)
         self._master = master
 
     def peek(self, key: str) -> bytes | None:
