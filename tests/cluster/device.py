@@ -46,6 +46,9 @@ class SimulatedDevice:
             return LateEvent(event, self._faults.stream("device_late-how").uniform(0.0, LATEST_S))
         return event
 
+    def order_late_copies(self) -> None:
+        self._host.order_late_copies()
+
     def allocate(self, num_bytes: int, alignment: int) -> Buffer:
         return self._host.allocate(num_bytes, alignment)
 

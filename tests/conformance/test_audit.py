@@ -49,7 +49,7 @@ def test_a_right_store_is_not_accused(backend: Target, layout: str, integrity: s
     deployment = offered(backend, Deployment(NAMED_CASES[layout], integrity=integrity, transfer=transfer))
     contents = {block_id: fresh() for block_id in (1, 7, 2)}
     with backend.open() as store, backend.node(deployment) as target:
-        source = LocalNode(deployment, 0, store, audit_every=1)
+        source = LocalNode(deployment, 0, store, memory=backend.memory(), audit_every=1)
         source.fill(contents)
         assert source.save(contents) == 3
         stored = 3 * len(groups(deployment))
@@ -70,7 +70,7 @@ def test_a_wrong_store_is_found_out(
     for every in (0, 1):
         contents = {block_id: fresh() for block_id in range(4)}
         with backend.open() as store:
-            node = LocalNode(deployment, 0, fault(store), audit_every=every)
+            node = LocalNode(deployment, 0, fault(store), memory=backend.memory(), audit_every=every)
             node.fill(contents)
             assert node.save(contents) == (3 if every else 4)
             counts = blocks(node)

@@ -18,7 +18,7 @@ def test_bytes_and_queue(backend: Target, way: str, integrity: str) -> None:
     deployment = Deployment(NAMED_CASES["sparse-split-c8"], transfer=way, integrity=integrity)
     contents = {block_id: fresh() for block_id in (1, 7, 2)}
     with backend.open() as store, backend.node(deployment):
-        node = LocalNode(deployment, 0, store)
+        node = LocalNode(deployment, 0, store, memory=backend.memory())
         node.fill(contents)
         node.save(contents)
         value = backend.peek(backend.key(deployment, 0, contents[7]))

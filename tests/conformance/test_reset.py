@@ -45,7 +45,7 @@ def one(backend: Target, namespace: str) -> Iterator[tuple[LocalNode, Scheduling
     """A worker side and two scheduler sides of a namespace."""
     deployment = Deployment(NAMED_CASES["sparse-bundled"], namespace=namespace)
     with backend.open() as store, backend.open() as first, backend.open() as second:
-        node = LocalNode(deployment, 0, store)
+        node = LocalNode(deployment, 0, store, memory=backend.memory())
         sides = [Scheduling(node, asking, deployment) for asking in (first, second)]
         try:
             yield node, sides[0], sides[1]

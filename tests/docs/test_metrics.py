@@ -34,7 +34,7 @@ def counted(sources: dict[str, str]) -> set[str]:
             else:
                 names |= {name.replace(placeholder[0], value) for value in values[placeholder[1]]}
     # They are taken out of the counts by status, and counted under names of their own.
-    return names - {"save_blocks_ok", "save_blocks_exists"}
+    return names - {"save_blocks_ok", "save_blocks_exists", "save_blocks_device_late"}
 
 
 def sources() -> dict[str, str]:

@@ -196,4 +196,74 @@ def reads_and_writes(edge: Edge) -> None:
     assert not edge.machine.default_stream(1).query(), "the engine's work was waited for"
 
 
-CHECKS = {check.__name__: check for check in (gathers, scatters, sums, apart, waits, allocates, reads_and_writes)}
+def gives_up(edge: Edge) -> None:
+    """Nothing waits without a limit for a device that hangs, and what is late is told with an event after it."""
+    copier = edge.device.copier(edge.layout, edge.caches, edge.staging)
+    checksums = edge.device.checksums(edge.layout, edge.staging)
+    device = edge.module.AscendDevice(1, limit_s=0)
+    late, at = edge.module.DeviceLateError, edge.staging.address
+    calls = {
+        "gather": lambda: copier.gather([3, 1], at),
+        "scatter": lambda: copier.scatter([0], at),
+        "checksums": lambda: checksums.write(at, 1, at + (1 << 15)),
+        "comparing": lambda: checksums.differing(at, 0, at + (1 << 15)),
+        "read": lambda: device.read(edge.staging, at, 8),
+        "write": lambda: device.write(edge.staging, at, b"eight by"),
+    }
+    # Work lands when it is first asked for, so that only what hangs is late.
+    edge.machine.clock.queries_until_landed = 0
+    copier._lane._limit_s = checksums._lane._limit_s = 0
+    for name, call in calls.items():
+        edge.machine.clock.hangs = True
+        events = []
+        for _ in range(2):
+            try:
+                edge.elsewhere(call)
+            except late as error:
+                if error.__context__ is not None:
+                    raise error.__context__ from None
+                events.append(error.event)
+        assert len(events) == 2, f"{name} was said to be done"
+        first, second = events
+        assert first is not None and second is None, f"{name}: more work was given to a device that hangs"
+        assert not first.wait(0)
+        edge.machine.clock.hangs = False
+        assert first.wait(0)
+        try:
+            edge.elsewhere(call)
+        except late:
+            raise AssertionError(f"{name} is given up for ever, though the late work has landed") from None
+
+
+def orders(edge: Edge) -> None:
+    """What the engine writes after a copy that was given up stays, though the copy lands later than it would have."""
+    copier = edge.device.copier(edge.layout, edge.caches, edge.staging)
+    edge.machine.clock.queries_until_landed = 0
+    copier._lane._limit_s = 0
+    kept = edge.pages(1)
+    copier._lane._stream.hangs = True
+    try:
+        edge.elsewhere(lambda: copier.scatter([0], edge.staging.address))
+        raise AssertionError("a copy that has not landed was said to be done")
+    except edge.module.DeviceLateError:
+        pass
+    edge.device.order_late_copies()
+    k = edge.caches["model.layers.0.attn"][0]
+    k[:1].fill_(7.0)
+    event = edge.device.record_event()
+    assert not event.wait(0), "the engine's work did not wait for the late copy"
+    copier._lane._stream.hangs = False
+    assert event.wait(0)
+    copier._lane._stream.synchronize()
+    assert edge.host[0].view(torch.float32)[:32].eq(7.0).all(), "the late copy came over what the engine has written"
+    assert edge.pages(1) == kept
+    edge.device.order_late_copies()
+    k[:1].fill_(8.0)
+    copier._lane._stream.hangs = True
+    assert edge.device.record_event().wait(0), "the engine waits for a copy that has landed"
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (gathers, scatters, sums, apart, waits, allocates, reads_and_writes, gives_up, orders)
+}

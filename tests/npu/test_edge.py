@@ -17,61 +17,65 @@ from kvpool_simulator.npu import BrokenRuleError
 from tests.npu.edge import CHECKS, SOURCE, Edge
 
 PLANTED: dict[str, tuple[str, str, str]] = {
-    "gather does not wait": (
-        "gathers",
-        "copy_(pages.index_select(0, ids))\n            self._stream.synchronize()",
-        "copy_(pages.index_select(0, ids))",
-    ),
-    "scatter does not wait": (
-        "scatters",
-        "view(-1, *pages.shape[1:]))\n            self._stream.synchronize()",
-        "view(-1, *pages.shape[1:]))",
-    ),
-    "checksums are not waited for": (
-        "sums",
-        "self._sums(address, i).view(torch.uint8))\n            self._stream.synchronize()",
-        "self._sums(address, i).view(torch.uint8))",
-    ),
+    "nobody waits for a copy": ("gathers", "if not event.wait(self._limit_s):", "if False:"),
+    "what was scattered is not waited for": ("scatters", "if not event.wait(self._limit_s):", "if False:"),
+    "checksums are not waited for": ("sums", "if not event.wait(self._limit_s):", "if False:"),
+    "what is written is not waited for": ("reads_and_writes", "if not event.wait(self._limit_s):", "if False:"),
     "factors are made on another stream than they are read on": (
         "sums",
-        "        with npu.stream(self._stream):\n            self._factors",
+        "        with self._lane.work():\n            self._factors",
         "        if True:\n            self._factors",
     ),
-    "gather waits for the wrong stream": (
+    "another stream is waited for": (
         "gathers",
-        "copy_(pages.index_select(0, ids))\n            self._stream.synchronize()",
-        "copy_(pages.index_select(0, ids))\n        npu.current_stream().synchronize()",
+        "            try:\n                yield\n            finally:\n                event = AscendEvent()",
+        "            yield\n        if True:\n            if True:\n                event = AscendEvent()",
     ),
-    "a copier's thread has no device": (
-        "gathers",
-        "        npu.set_device(self._index)\n        with npu.stream(self._stream):\n            ids, objects",
-        "        with npu.stream(self._stream):\n            ids, objects",
-    ),
-    "a thread of checksums has no device": (
-        "sums",
-        "        npu.set_device(self._index)\n        with npu.stream(self._stream):\n            stored",
-        "        with npu.stream(self._stream):\n            stored",
-    ),
-    "what is written is not waited for": (
-        "reads_and_writes",
-        "dtype=torch.uint8))\n            self._stream.synchronize()",
-        "dtype=torch.uint8))",
-    ),
+    "a thread has no device": ("gathers", "        npu.set_device(self._index)\n        if", "        if"),
     "reading waits for the engine": (
         "reads_and_writes",
-        "        with npu.stream(self._stream):\n            return _bytes_of",
-        "        if True:\n            return _bytes_of",
+        "        with npu.stream(self._stream):\n            try:",
+        "        if True:\n            try:",
     ),
-    "a reading thread has no device": (
-        "reads_and_writes",
-        "        self.bind_thread()\n        with npu.stream(self._stream):\n            return",
-        "        with npu.stream(self._stream):\n            return",
+    "a copy waits without a limit": ("gives_up", "event.wait(self._limit_s)", "(self._stream.synchronize() or True)"),
+    "block ids are copied by a call that waits": (
+        "gives_up",
+        "ids.copy_(numbers, non_blocking=True)",
+        "ids.copy_(numbers)",
+    ),
+    "block ids are in memory that the device cannot read by itself": (
+        "gives_up",
+        "numbers = _pinned(torch.tensor(block_ids))",
+        "numbers = torch.tensor(block_ids)",
+    ),
+    "what is read is copied by a call that waits": (
+        "gives_up",
+        "found = _to_host(stored != self._sums(address, index))",
+        "found = (stored != self._sums(address, index)).cpu()",
+    ),
+    "more is given to a device that hangs": ("gives_up", "if not self._late.wait(0):", "if False:"),
+    "a late device is never used again": ("gives_up", "if not self._late.wait(0):", "if True:"),
+    "a late copy is said to be done": (
+        "gives_up",
+        "                    raise DeviceLateError(self._limit_s, event)\n",
+        "",
+    ),
+    "nobody knows when late work has landed": (
+        "gives_up",
+        "raise DeviceLateError(self._limit_s, event)",
+        "raise DeviceLateError(self._limit_s, None)",
+    ),
+    "a late copy is not put in order": ("orders", "late_writes.add(event)", "pass"),
+    "late copies are put in order on another stream": (
+        "orders",
+        "                event.order()",
+        "                with npu.stream(npu.Stream()):\n                    event.order()",
     ),
     "the first device whatever the rank": ("allocates", 'self._name = f"npu:{index}"', 'self._name = "npu:0"'),
     "another device is selected": (
         "gathers",
-        "npu.set_device(self._index)\n        with",
-        "npu.set_device(0)\n        with",
+        "npu.set_device(self._index)\n        if",
+        "npu.set_device(0)\n        if",
     ),
     "an event is never recorded": ("waits", "        self._event.record()\n", ""),
     "an event is recorded on a stream of its own": (
@@ -97,8 +101,8 @@ PLANTED: dict[str, tuple[str, str, str]] = {
     ),
     "block ids stay on the host": (
         "gathers",
-        "torch.tensor(block_ids, device=self._memory.device)",
-        "torch.tensor(block_ids)",
+        "return ids.copy_(numbers, non_blocking=True), objects",
+        "return numbers, objects",
     ),
     "every component from the first one's memory": (
         "gathers",

@@ -198,9 +198,16 @@ def test_every_operator_has_a_kernel(version: str) -> None:
         edge = Edge()
         check(edge)
         ran |= edge.machine.operators
-    assert {"aten::index_select", "aten::index_copy_", "aten::nonzero"} <= ran
+    assert {"aten::index_select", "aten::index_copy_", "aten::copy_"} <= ran
     assert no_kernel(version, ran) == set()
     assert no_kernel(version, ran | {"aten::index_from_nowhere"}) == {"aten::index_from_nowhere"}
+
+
+@pytest.mark.parametrize("version", TORCH_NPU)
+def test_host_memory_can_be_pinned(version: str) -> None:
+    """Copies that wait for nobody are from and to such memory alone."""
+    assert (OURS / "ascend.py").read_text(encoding="utf-8").count("pin_memory=True") == 2
+    assert {"_pin_memory", "is_pinned", "copy_"} <= operators(version)
 
 
 def no_kernel(version: str, names: set[str]) -> set[str]:

@@ -11,7 +11,7 @@ from kvpool_connector.contract.shards import RankShards
 from kvpool_connector.contract.store import SessionStore
 from tests.targets.borrowed import Borrowed
 from tests.targets.caches import cache_spec
-from tests.targets.memory import HostMemory, MemoryFactory
+from tests.targets.memory import HostMemory, Memory, MemoryFactory
 from tests.targets.node import LocalNode, block_hash
 from tests.targets.process import OtherProcess, RemoteNode, StoreFactory
 
@@ -59,6 +59,10 @@ class Target:
 
     def advance(self, seconds: float) -> None:
         raise NotImplementedError
+
+    def memory(self) -> Memory:
+        """Of another node in this process."""
+        return self._make_memory()
 
     # CacheBackend
 

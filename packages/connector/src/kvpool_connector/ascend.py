@@ -9,14 +9,16 @@ A thread has a device of its own and inherits none, so whoever uses the device s
 from __future__ import annotations
 
 import bisect
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch_npu  # noqa: F401  (its import makes torch.npu)
 
-from kvpool_connector.contract.device import CHECKSUM_BYTES, Buffer
+from kvpool_connector.contract.device import CHECKSUM_BYTES, DEVICE_LIMIT_S, Buffer, DeviceLateError
 from kvpool_connector.contract.errors import ConfigError, LayoutError
 from kvpool_connector.contract.layout import ShardLayout
 
@@ -41,12 +43,73 @@ class AscendEvent:
             time.sleep(POLL_S)
         return True
 
+    def order(self) -> None:
+        """Work that the calling thread queues from now on comes behind the event. The caller does not wait."""
+        self._event.wait()
+
+
+class _Lane:
+    """A stream of ours. What it is given has landed when the block ends, or the device is late."""
+
+    def __init__(self, index: int, limit_s: float) -> None:
+        self._index = index
+        self._limit_s = limit_s
+        # What is read and written here must not wait for the engine's work on the default stream.
+        self._stream = npu.Stream()
+        self._late: AscendEvent | None = None
+
+    @contextmanager
+    def work(self, late_writes: _LateWrites | None = None) -> Iterator[None]:
+        """In the block, work goes to the stream. `late_writes` is told where it writes the cache and is late.
+
+        Nothing in the block may wait for the device: host memory is pinned, and copied without blocking. Raises
+        `DeviceLateError`.
+        """
+        npu.set_device(self._index)
+        if self._late is not None:
+            # One wait for a device that hangs is enough, and a queue that fills up would block.
+            if not self._late.wait(0):
+                raise DeviceLateError(self._limit_s, None)
+            self._late = None
+        with npu.stream(self._stream):
+            try:
+                yield
+            finally:
+                event = AscendEvent()
+                if not event.wait(self._limit_s):
+                    self._late = event
+                    if late_writes is not None:
+                        late_writes.add(event)
+                    raise DeviceLateError(self._limit_s, event)
+
+
+class _LateWrites:
+    """Copies into the cache that were given up and may still land."""
+
+    def __init__(self) -> None:
+        self._events: list[AscendEvent] = []
+        self._lock = threading.Lock()
+
+    def add(self, event: AscendEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def order(self) -> None:
+        """See `kvpool_connector.contract.device.Device.order_late_copies`."""
+        with self._lock:
+            self._events = [event for event in self._events if not event.wait(0)]
+            for event in self._events:
+                event.order()
+
 
 class AscendDevice:
     """One NPU of this process."""
 
-    def __init__(self, index: int) -> None:
-        """`index`: local rank. Raises `ConfigError` where this process sees no such device."""
+    def __init__(self, index: int, limit_s: float = DEVICE_LIMIT_S) -> None:
+        """`index`: local rank. `limit_s`: of each wait for a copy, in seconds.
+
+        Raises `ConfigError` where this process sees no such device.
+        """
         if not 0 <= index < npu.device_count():
             raise ConfigError(
                 f"local rank {index} has no NPU: this process sees {npu.device_count()}; check "
@@ -54,9 +117,10 @@ class AscendDevice:
             )
         self._index = index
         self._name = f"npu:{index}"
+        self._limit_s = limit_s
+        self._late_writes = _LateWrites()
         self.bind_thread()
-        # What is read and written here must not wait for the engine's work on the default stream.
-        self._stream = npu.Stream()
+        self._lane = _Lane(index, limit_s)
 
     def bind_thread(self) -> None:
         """See `kvpool_connector.contract.device.Device`."""
@@ -65,6 +129,10 @@ class AscendDevice:
     def record_event(self) -> AscendEvent:
         """See `kvpool_connector.contract.device.Device`."""
         return AscendEvent()
+
+    def order_late_copies(self) -> None:
+        """See `kvpool_connector.contract.device.Device`."""
+        self._late_writes.order()
 
     def allocate(self, num_bytes: int, alignment: int) -> Buffer:
         """Device memory; the transport wants 2 MiB starts."""
@@ -77,29 +145,39 @@ class AscendDevice:
         self, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer, stride: int | None = None
     ) -> AscendCopier:
         """See `kvpool_connector.contract.device.Device`."""
-        return AscendCopier(self._index, layout, kv_caches, staging, stride or layout.object_bytes)
+        lane = _Lane(self._index, self._limit_s)
+        return AscendCopier(lane, self._late_writes, layout, kv_caches, staging, stride or layout.object_bytes)
 
     def checksums(self, layout: ShardLayout, staging: Buffer, stride: int | None = None) -> AscendChecksums:
         """See `kvpool_connector.contract.device.Device`."""
-        return AscendChecksums(self._index, layout, staging, stride)
+        return AscendChecksums(_Lane(self._index, self._limit_s), layout, staging, stride)
 
     def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
         """See `kvpool_connector.contract.device.Device`."""
-        self.bind_thread()
-        with npu.stream(self._stream):
-            return _bytes_of(staging, address, num_bytes).cpu().numpy().tobytes()
+        with self._lane.work():
+            found = _to_host(_bytes_of(staging, address, num_bytes))
+        return found.numpy().tobytes()
 
     def write(self, staging: Buffer, address: int, data: bytes) -> None:
         """See `kvpool_connector.contract.device.Device`."""
-        self.bind_thread()
-        with npu.stream(self._stream):
-            _bytes_of(staging, address, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            self._stream.synchronize()
+        values = _pinned(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        with self._lane.work():
+            _bytes_of(staging, address, len(data)).copy_(values, non_blocking=True)
 
 
 def _bytes_of(staging: Buffer, address: int, num_bytes: int) -> torch.Tensor:
     memory: torch.Tensor = staging.owner  # type: ignore[assignment]
     return memory[address - staging.address :][:num_bytes]
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """The values in host memory from which the device copies by itself; other copies wait, without a limit."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """The values on the host, once the work so far has landed."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 class AscendChecksums:
@@ -110,34 +188,30 @@ class AscendChecksums:
 
     algorithm = "sum-64"
 
-    def __init__(self, index: int, layout: ShardLayout, staging: Buffer, stride: int | None) -> None:
-        self._index = index
+    def __init__(self, lane: _Lane, layout: ShardLayout, staging: Buffer, stride: int | None) -> None:
         self._stride = stride or layout.object_bytes
         self._sums_stride = stride or CHECKSUM_BYTES * len(layout.components)
         self._sizes = [component.page_bytes for component in layout.components]
         self._staging = staging
         self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
-        self._stream = npu.Stream()
+        self._lane = lane
         words = -(-max(self._sizes) // CHECKSUM_BYTES)
         # On the stream that reads them: nothing else orders their making before.
-        with npu.stream(self._stream):
+        with self._lane.work():
             self._factors = torch.arange(words, dtype=torch.int64, device=self._memory.device) * 2 + 1
 
     def write(self, address: int, count: int, target: int) -> None:
         """See `kvpool_connector.contract.device.Checksums`."""
-        npu.set_device(self._index)
-        with npu.stream(self._stream):
+        with self._lane.work():
             for i in range(count):
                 self._stored(i, target).copy_(self._sums(address, i).view(torch.uint8))
-            self._stream.synchronize()
 
     def differing(self, address: int, index: int, target: int) -> list[int]:
         """See `kvpool_connector.contract.device.Checksums`."""
-        npu.set_device(self._index)
-        with npu.stream(self._stream):
+        with self._lane.work():
             stored = self._stored(index, target).clone().view(torch.int64)
-            found: list[int] = torch.nonzero(stored != self._sums(address, index)).flatten().tolist()
-            return found
+            found = _to_host(stored != self._sums(address, index))
+        return [k for k, differs in enumerate(found.tolist()) if differs]
 
     def _stored(self, index: int, target: int) -> torch.Tensor:
         size = CHECKSUM_BYTES * len(self._sizes)
@@ -160,40 +234,45 @@ class AscendCopier:
     """Copies on a stream of its own, a component of all blocks at a time."""
 
     def __init__(
-        self, index: int, layout: ShardLayout, kv_caches: Mapping[str, Any], staging: Buffer, stride: int
+        self,
+        lane: _Lane,
+        late_writes: _LateWrites,
+        layout: ShardLayout,
+        kv_caches: Mapping[str, Any],
+        staging: Buffer,
+        stride: int,
     ) -> None:
-        self._index = index
+        self._lane = lane
+        self._late_writes = late_writes
         self._object_bytes = layout.object_bytes
         self._stride = stride
         self._staging = staging
         self._memory: torch.Tensor = staging.owner  # type: ignore[assignment]
-        self._stream = npu.Stream()
         self._pages = list(_pages(layout, kv_caches))
 
     def gather(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
-        npu.set_device(self._index)
-        with npu.stream(self._stream):
-            ids, objects = self._tensors(block_ids, address)
+        numbers = _pinned(torch.tensor(block_ids))
+        with self._lane.work():
+            ids, objects = self._tensors(numbers, address)
             for part, pages in self._pages:
                 objects[:, part].view(-1, *pages.shape[1:]).copy_(pages.index_select(0, ids))
-            self._stream.synchronize()
 
     def scatter(self, block_ids: Sequence[int], address: int) -> None:
         """See `kvpool_connector.contract.device.Copier`."""
-        npu.set_device(self._index)
-        with npu.stream(self._stream):
-            ids, objects = self._tensors(block_ids, address)
+        numbers = _pinned(torch.tensor(block_ids))
+        with self._lane.work(self._late_writes):
+            ids, objects = self._tensors(numbers, address)
             for part, pages in self._pages:
                 pages.index_copy_(0, ids, objects[:, part].contiguous().view(-1, *pages.shape[1:]))
-            self._stream.synchronize()
 
-    def _tensors(self, block_ids: Sequence[int], address: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape, strides = (len(block_ids), self._object_bytes), (self._stride, 1)
+    def _tensors(self, numbers: torch.Tensor, address: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, strides = (len(numbers), self._object_bytes), (self._stride, 1)
         objects = self._memory.as_strided(
             shape, strides, self._memory.storage_offset() + address - self._staging.address
         )
-        return torch.tensor(block_ids, device=self._memory.device), objects
+        ids = torch.empty(numbers.shape, dtype=numbers.dtype, device=self._memory.device)
+        return ids.copy_(numbers, non_blocking=True), objects
 
 
 def _pages(layout: ShardLayout, kv_caches: Mapping[str, Any]) -> Iterator[tuple[slice, torch.Tensor]]:

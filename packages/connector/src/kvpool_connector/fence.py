@@ -84,7 +84,7 @@ class Fence:
         """Return when no save needs the old content of `block_ids`; the number of blocks withdrawn from saves.
 
         Waits at most `timeout_s` for saves that have not begun. A save that is reading is waited for: it ends within
-        the time of a copy (packed) or the transport's limit (direct).
+        the device's limit for a copy (packed) or the transport's limit (direct).
         """
         if not block_ids:
             return 0

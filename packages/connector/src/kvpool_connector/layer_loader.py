@@ -12,14 +12,14 @@ from functools import partial
 
 from kvpool_connector.answers import statuses_of
 from kvpool_connector.contract.clock import Clock
-from kvpool_connector.contract.device import Event
+from kvpool_connector.contract.device import DeviceLateError, Event
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.layer_transfer import LayerTransfer
 from kvpool_connector.loader import Leave, ShardLoad
 from kvpool_connector.outage import Outage
-from kvpool_connector.transfer import parts
+from kvpool_connector.transfer import parts, tell_late
 
 logger = logging.getLogger(__name__)
 
@@ -248,18 +248,21 @@ class LayerLoader:
             self._threads.submit(self._move, load, *load.queue.pop())
 
     def _move(self, load: LayerLoad, piece: LayerRange, part: _Part) -> None:
-        read = False
+        fault: Status | None = Status.UNAVAILABLE
         try:
             if not load.withdrawn:
                 self._read(load, piece, part)
-            read = True
+            fault = None
+        except DeviceLateError as error:
+            tell_late(error, len(part.objects))
+            fault = Status.DEVICE_LATE
         except Exception:
             # Whatever breaks here, the request goes on: its blocks count as not loaded and are computed.
             logger.exception("event=load_raised blocks=%d", len(part.objects))
         finally:
-            if not read:
+            if fault is not None:
                 for one in part.objects:
-                    one.status = Status.UNAVAILABLE
+                    one.status = fault
             with part.begin:
                 part.left -= 1
                 last = not part.left

@@ -13,7 +13,7 @@ from functools import partial
 from kvpool_connector.answers import statuses_of
 from kvpool_connector.audit import Audit
 from kvpool_connector.contract.clock import Clock
-from kvpool_connector.contract.device import Event
+from kvpool_connector.contract.device import DeviceLateError, Event
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.events import StoredKeys
@@ -23,7 +23,7 @@ from kvpool_connector.layer_transfer import LayerTransfer
 from kvpool_connector.outage import Outage
 from kvpool_connector.saver import ShardSave, count_saved, end_spans
 from kvpool_connector.tracing import SaveSpan
-from kvpool_connector.transfer import parts
+from kvpool_connector.transfer import parts, tell_late
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +223,9 @@ class LayerSaver:
         shard = save.shards[piece.shard]
         try:
             self._write(save, shard, piece, event)
+        except DeviceLateError as error:
+            tell_late(error, len(shard.objects))
+            self._give_up(save, shard.objects, "device_late")
         except Exception:
             # Whatever breaks, the objects are simply not stored.
             logger.exception("event=layer_save_failed blocks=%d", len(shard.objects))
@@ -343,9 +346,15 @@ class LayerSaver:
     def _seal(self, number: int, shard: _Shard) -> None:
         """Write the checksums of the objects that are whole."""
         whole = [one for one in shard.objects if one.open]
-        statuses = self._transfer.seal(
-            number, [one.key for one in whole], [one.sums for one in whole], lambda: self._fresh(shard)
-        )
+        try:
+            statuses = self._transfer.seal(
+                number, [one.key for one in whole], [one.sums for one in whole], lambda: self._fresh(shard)
+            )
+        except DeviceLateError as error:
+            tell_late(error, len(whole))
+            for one in whole:
+                one.fault = "device_late"
+            return
         for one, status in zip(whole, statuses, strict=True):
             if status is None:
                 one.fault = "stale" if not self._fresh(shard) else "incomplete"

@@ -62,7 +62,11 @@ class Leave:
                 self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """After this returns nothing of this load is written any more, however late the store answers."""
+        """After this returns nothing of this load is written any more, however late the store answers.
+
+        A batch that is being written is waited for: within the device's limit (packed) or the transport's (direct).
+        What the device may write later all the same is ordered by `Device.order_late_copies`.
+        """
         with self._changed:
             self._withdrawn = True
             self._changed.wait_for(lambda: not self._writing)

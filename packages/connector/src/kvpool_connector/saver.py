@@ -161,6 +161,7 @@ def count_saved(statuses: Sequence[Status], stored_bytes: int, outage: Outage, c
     counters.add("save_bytes", counts[Status.OK] * stored_bytes)
     counters.add("save_blocks_stored", counts.pop(Status.OK, 0))
     counters.add("save_blocks_present", counts.pop(Status.EXISTS, 0))
+    counters.add("save_blocks_dropped_device_late", counts.pop(Status.DEVICE_LATE, 0))
     for status, count in counts.items():
         counters.add(f"save_blocks_{status.value}", count)
     if counts:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import queue
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvpool_connector.contract.device import Device
+from kvpool_connector.contract.device import DEVICE_LIMIT_S, Device, DeviceLateError, Event
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import REGION_ALIGNMENT
 from kvpool_connector.contract.store import Store
+
+logger = logging.getLogger(__name__)
 
 MIN_CHUNKS = 3
 """Two loads and one save at the same time."""
@@ -18,8 +22,8 @@ MIN_CHUNKS = 3
 class Staging:
     """`num_chunks` chunks of `chunk_bytes` each, lent one at a time.
 
-    A chunk whose transfer is given up stays lent until the transport has returned: late bytes land here and nowhere
-    else.
+    A chunk whose transfer is given up stays lent until the transport has returned, and one with which the device is
+    late until its work has landed: late bytes land here and nowhere else.
     """
 
     def __init__(self, store: Store, device: Device, num_bytes: int, max_object_bytes: int) -> None:
@@ -39,18 +43,44 @@ class Staging:
             )
         # The chunk that was used last is lent first: its pages are there, and in the processor's cache.
         self._free: queue.LifoQueue[int] = queue.LifoQueue()
+        self._num_chunks = num_chunks
+        self._late: list[tuple[int, Event]] = []
+        """Chunks that the device may still write, and read, until the event."""
+        self._lock = threading.Lock()
         for index in range(num_chunks):
             self._free.put(self.buffer.address + index * self.chunk_bytes)
 
     @contextmanager
     def chunk(self, timeout_s: float) -> Iterator[int | None]:
-        """The address of a free chunk, or None when none came free within `timeout_s` seconds."""
+        """The address of a free chunk, or None when none came free within `timeout_s` seconds.
+
+        A `DeviceLateError` that leaves the block keeps the chunk back. One is raised when all chunks are kept back.
+        """
+        self._take_back()
         try:
             address = self._free.get(timeout=timeout_s)
         except queue.Empty:
             yield None
             return
+        event: Event | None = None
         try:
             yield address
+        except DeviceLateError as error:
+            event = error.event
+            raise
         finally:
-            self._free.put(address)
+            if event is None:
+                self._free.put(address)
+            else:
+                with self._lock:
+                    self._late.append((address, event))
+
+    def _take_back(self) -> None:
+        """Chunks whose late work has landed are free again."""
+        with self._lock:
+            for chunk in [chunk for chunk in self._late if chunk[1].wait(0)]:
+                self._late.remove(chunk)
+                self._free.put(chunk[0])
+                logger.warning("event=device_landed: late work has landed, and its part of the staging area is free")
+            if len(self._late) == self._num_chunks:
+                raise DeviceLateError(DEVICE_LIMIT_S, None)

@@ -58,7 +58,7 @@ FAMILIES = (
             "save_blocks_stored": "stored",
             "save_blocks_present": "present",
             "save_blocks_failed": "failed",
-            **_by_status("save_blocks", Status.OK, Status.EXISTS, Status.WITHDRAWN),
+            **_by_status("save_blocks", Status.OK, Status.EXISTS, Status.WITHDRAWN, Status.DEVICE_LATE),
             **_dropped(
                 "queue_full",
                 "overwritten",

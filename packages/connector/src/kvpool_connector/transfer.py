@@ -7,19 +7,22 @@ network likes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
 from kvpool_connector.answers import statuses_of
 from kvpool_connector.audit import Audit
-from kvpool_connector.contract.device import Copier
+from kvpool_connector.contract.device import Copier, DeviceLateError
 from kvpool_connector.contract.layout import ShardLayout
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Pieces, Store
 from kvpool_connector.integrity import Integrity, spacing
 from kvpool_connector.planner import Planner
 from kvpool_connector.staging import Staging
+
+logger = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
@@ -56,7 +59,8 @@ class Transfer(Protocol):
     def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
         """Store block `block_ids[i]` under `keys[i]`.
 
-        `OK` written, `EXISTS` was there, `WITHDRAWN` no leave, `TIMEOUT` no staging in time, else what the store said.
+        `OK` written, `EXISTS` was there, `WITHDRAWN` no leave, `TIMEOUT` no staging in time, `DEVICE_LATE` not copied
+        in time, else what the store said.
         """
         ...
 
@@ -170,15 +174,24 @@ class PackedTransfer:
     ) -> list[Status]:
         statuses: list[Status] = []
         for part in parts(len(keys), self._per_chunk):
-            with self._staging.chunk(self._timeout_s) as chunk:
-                moved = (
-                    [Status.TIMEOUT] * len(keys[part]) if chunk is None else move(keys[part], ids[part], hold, chunk)
-                )
+            moved = [Status.TIMEOUT] * len(keys[part])
+            try:
+                with self._staging.chunk(self._timeout_s) as chunk:
+                    if chunk is not None:
+                        moved = move(keys[part], ids[part], hold, chunk)
+            except DeviceLateError as error:
+                tell_late(error, len(keys[part]))
+                moved = [Status.DEVICE_LATE] * len(keys[part])
             statuses += moved
         return statuses
 
     def _objects(self, chunk: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
         return [[chunk + i * self._stride] for i in range(count)], [[self.stored_bytes]] * count
+
+
+def tell_late(error: DeviceLateError, num_blocks: int) -> None:
+    """Log that blocks were not moved because the device is late."""
+    logger.error("event=device_late limit_s=%g blocks=%d: %s: not moved", error.limit_s, num_blocks, error)
 
 
 def scatter_runs(

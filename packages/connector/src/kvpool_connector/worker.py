@@ -20,7 +20,7 @@ from kvpool_connector.audit import Audit
 from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.clock import Clock, MonotonicClock
 from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
-from kvpool_connector.contract.device import CHECKSUM_BYTES, Device, Event
+from kvpool_connector.contract.device import CHECKSUM_BYTES, DEVICE_LIMIT_S, Device, Event
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import Region, ShardLayout
 from kvpool_connector.contract.shards import RankShards, Shard
@@ -51,8 +51,6 @@ from kvpool_connector.transfer import DirectTransfer, PackedTransfer, Transfer
 logger = logging.getLogger(__name__)
 
 NOTHING = LoadReport()
-EVENT_TIMEOUT_S = 10.0
-"""How long a save waits for the device to have written its blocks."""
 
 
 class PoolWorker:
@@ -157,7 +155,7 @@ class PoolWorker:
             self._outage,
             self.counters,
             settings.max_queued_blocks,
-            EVENT_TIMEOUT_S,
+            DEVICE_LIMIT_S,
             self._stored,
         )
         self._loader = Loader(transfers, self._outage, self.counters, self._clock, settings.load_timeout_s)
@@ -232,7 +230,7 @@ class PoolWorker:
             self.counters,
             self._clock,
             settings.max_queued_blocks,
-            EVENT_TIMEOUT_S,
+            DEVICE_LIMIT_S,
             settings.layerwise_session_limit_s,
             self._audits,
             self._stored,
@@ -305,6 +303,7 @@ class PoolWorker:
             self._layer_saver.close(self._layer_save, None)
         self._layer_save = None
         self._end_layer_load()
+        self._device.order_late_copies()
         self._step_number = step.number
         if step.saves:
             self._begin_saves(step.saves)
@@ -360,6 +359,8 @@ class PoolWorker:
         self._step_loads.clear()
         if by_layers and self._layer_loader is not None and self._before_step is not None:
             self._layer_load = self._layer_loader.start(by_layers, self._before_step)
+        # States of a load that was given up just now are written by this very step.
+        self._device.order_late_copies()
 
     def wait_layer(self, layer_name: str) -> None:
         """In front of a layer's attention: return when all that it reads of this step's loads has landed, or failed."""

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvpool_connector.contract.errors import KVPoolError
 from kvpool_connector.contract.layout import ShardLayout
 
 CHECKSUM_BYTES = 8
+DEVICE_LIMIT_S = 10.0
+"""How long anybody waits for the device's work: a save for its blocks to be written, a copy to have landed."""
 
 
 class Event(Protocol):
@@ -17,6 +20,21 @@ class Event(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """True once all work before the event has landed; False when that took longer than `timeout_s` seconds."""
         ...
+
+
+class DeviceLateError(KVPoolError):
+    """The device had not done its work within the limit, and may still do it.
+
+    Raised by copies, checksums, reads and writes. Until `event` has happened, the memory that was to be written may
+    change at any time.
+    """
+
+    def __init__(self, limit_s: float, event: Event | None) -> None:
+        """`event`: after the late work; None where nothing was begun, since earlier work is late already."""
+        begun = "its work" if event else "earlier work, so nothing more was given to it"
+        super().__init__(f"the device did not finish {begun} within {limit_s:g} s")
+        self.limit_s = limit_s
+        self.event = event
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,10 @@ class Buffer:
 
 
 class Copier(Protocol):
-    """Copies whole blocks between the cache of one layout and objects in memory, one every `stride` bytes."""
+    """Copies whole blocks between the cache of one layout and objects in memory, one every `stride` bytes.
+
+    Raises `DeviceLateError`.
+    """
 
     def gather(self, block_ids: Sequence[int], address: int) -> None:
         """Copy block `block_ids[i]` to `address + i * stride`. Returns when the bytes are there."""
@@ -44,7 +65,10 @@ class Copier(Protocol):
 
 
 class Checksums(Protocol):
-    """Checksums of objects of one layout where they lie: `CHECKSUM_BYTES` a component, in object order."""
+    """Checksums of objects of one layout where they lie: `CHECKSUM_BYTES` a component, in object order.
+
+    Raises `DeviceLateError`.
+    """
 
     algorithm: str
     """Name of the checksum; what was made by one is compared by no other."""
@@ -70,6 +94,13 @@ class Device(Protocol):
         """An event after all work that was queued until now."""
         ...
 
+    def order_late_copies(self) -> None:
+        """Let work that the calling thread queues from now on come behind copies into the cache that were given up.
+
+        Does not wait: the order is the device's. So a block that a late copy may still write can be reused.
+        """
+        ...
+
     def allocate(self, num_bytes: int, alignment: int) -> Buffer:
         """Memory that the transport can reach, for staging. `num_bytes` and `alignment` in bytes."""
         ...
@@ -88,9 +119,9 @@ class Device(Protocol):
         ...
 
     def read(self, staging: Buffer, address: int, num_bytes: int) -> bytes:
-        """A few bytes of `staging`, checksums for example."""
+        """A few bytes of `staging`, checksums for example. Raises `DeviceLateError`."""
         ...
 
     def write(self, staging: Buffer, address: int, data: bytes) -> None:
-        """Put a few bytes into `staging`. Returns when they are there."""
+        """Put a few bytes into `staging`. Returns when they are there; raises `DeviceLateError`."""
         ...

@@ -29,6 +29,8 @@ class Status(Enum):
     """No answer within the limit. The destination is dirty until the transport has returned."""
     WITHDRAWN = "withdrawn"
     """The blocks were needed otherwise before they were touched. Of the store it says nothing."""
+    DEVICE_LATE = "device_late"
+    """The device had not copied the blocks within its limit. Of the store it says nothing. The destination is dirty."""
     UNAVAILABLE = "unavailable"
     """The store, the owner of the bytes or the transport failed. The destination is dirty."""
 

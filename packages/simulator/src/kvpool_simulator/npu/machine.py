@@ -32,6 +32,10 @@ class Machine:
         self._defaults = [Stream(self.clock, index, default=True) for index in range(num_devices)]
         self._allocations: dict[int, tuple[int, int, Any]] = {}
         """By address: bytes, the device, and whether they are still held."""
+        self._pinned: dict[int, Any] = {}
+        """Host memory that the device reads and writes by itself: by address whether it is still held."""
+        self.streams: list[Stream] = []
+        """All that were made, the defaults apart."""
         self.npu = types.SimpleNamespace(
             Event=lambda: Event(self.clock, self.current_stream),
             Stream=self.new_stream,
@@ -54,7 +58,9 @@ class Machine:
 
     def new_stream(self, device: int | None = None, priority: int = 0) -> Stream:
         """A stream of the calling thread's device."""
-        return Stream(self.clock, self.clock.device if device is None else device)
+        stream = Stream(self.clock, self.clock.device if device is None else device)
+        self.streams.append(stream)
+        return stream
 
     def default_stream(self, index: int) -> Stream:
         """Where the engine's work goes."""
@@ -87,6 +93,18 @@ class Machine:
         self._allocations = {at: found for at, found in self._allocations.items() if not found[2].expired()}
         self._allocations[storage.data_ptr()] = storage.nbytes(), index, weak_reference(storage)
         return NpuTensor.of(memory, self, index)
+
+    def pin(self, memory: torch.Tensor) -> torch.Tensor:
+        """Take a host tensor's memory for pinned."""
+        storage = memory.untyped_storage()
+        self._pinned = {at: held for at, held in self._pinned.items() if not held.expired()}
+        self._pinned[storage.data_ptr()] = weak_reference(storage)
+        return memory
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        """Whether the device reads and writes a host tensor's memory by itself."""
+        held = self._pinned.get(memory.untyped_storage().data_ptr())
+        return held is not None and not held.expired()
 
     def device_of(self, address: int, num_bytes: int) -> int | None:
         """The device in whose memory a range begins; None for host memory. Raises where it ends outside."""
@@ -137,10 +155,12 @@ class _Torch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, *shape: Any, device: Any = None, dtype: torch.dtype | None = None, **more: Any) -> torch.Tensor:
+    def empty(
+        self, *shape: Any, device: Any = None, dtype: torch.dtype | None = None, pin_memory: bool = False, **more: Any
+    ) -> torch.Tensor:
         made = torch.empty(*shape, dtype=dtype, **more)
         if (index := _npu_index(device)) is None:
-            return made
+            return self._machine.pin(made) if pin_memory else made
         if index != self._machine.clock.device:
             raise BrokenRuleError(
                 f"an allocation on npu:{index} in a thread of device {self._machine.clock.device}; set the device first"

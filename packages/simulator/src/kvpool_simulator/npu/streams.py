@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Work = Callable[[], object]
+BLOCKED = object()
+"""What work returns that has to wait for another stream which does not get on."""
 
 
 class BrokenRuleError(RuntimeError):
@@ -47,6 +49,8 @@ class Stream:
         self.clock = clock
         self.index = device
         self.default = default
+        self.hangs = False
+        """Nothing that this stream has lands."""
         self._queue: deque[Work] = deque()
         self._queued = 0
         self._done = 0
@@ -66,14 +70,20 @@ class Stream:
         """Whether the first `count` pieces of work are done."""
         return self._done >= count
 
-    def run(self, count: int) -> None:
-        """Do the first `count` pieces of work."""
+    def advance(self, count: int) -> bool:
+        """Do the first `count` pieces of work as far as the device gets; whether all of them are done."""
         with self.clock.lock:
-            if self._done < count and self.clock.hangs:
-                raise BrokenRuleError("the device hangs, and this wait has no limit; poll an event instead")
             while self._done < count:
-                self._queue.popleft()()
+                if self.hangs or self.clock.hangs or self._queue[0]() is BLOCKED:
+                    return False
+                self._queue.popleft()
                 self._done += 1
+            return True
+
+    def run(self, count: int) -> None:
+        """Do the first `count` pieces of work. Raises `BrokenRuleError` where that would never end."""
+        if not self.advance(count):
+            raise BrokenRuleError("the device hangs, and this wait has no limit; poll an event instead")
 
     def synchronize(self) -> None:
         """Wait for all work."""
@@ -126,14 +136,14 @@ class Event:
         """Whether the work has landed; it does while somebody asks."""
         stream = self._recorded("query()")
         self._queries += 1
-        if not self._clock.hangs and self._queries > self._clock.queries_until_landed:
-            stream.run(self._position)
+        if self._queries > self._clock.queries_until_landed:
+            stream.advance(self._position)
         return stream.landed(self._position)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Work that the stream is given from now on waits for the event; the caller does not."""
         recorded, position = self._recorded("wait()"), self._position
-        (stream or self._current_stream()).append(lambda: recorded.run(position))
+        (stream or self._current_stream()).append(lambda: None if recorded.advance(position) else BLOCKED)
 
     def synchronize(self) -> None:
         """Wait, without a limit."""

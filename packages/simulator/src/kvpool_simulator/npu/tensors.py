@@ -40,8 +40,11 @@ class NpuTensor(torch.Tensor):
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         """A copy on the host; waits for the current stream."""
-        self.machine.stream_for([self]).synchronize()
-        return self.memory.clone()
+        stream = self.machine.stream_for([self])
+        copied: list[torch.Tensor] = []
+        stream.append(lambda: copied.append(self.memory.clone()))
+        stream.synchronize()
+        return copied[0]
 
     def tolist(self) -> Any:
         """The values; waits for the current stream."""
@@ -64,8 +67,14 @@ class NpuTensor(torch.Tensor):
         copies = name == "aten::copy_" and isinstance(args[0], NpuTensor)
         if any(value.dim() for value in hosts) and name != "aten::copy_":
             raise BrokenRuleError(f"{name} of tensors on npu:{index} and on the host; expected all on one device")
+        if name == "aten::copy_" and hosts and not (_non_blocking(args, kwargs) and machine.is_pinned(hosts[0])):
+            # Memory that the device cannot read and write by itself is copied by a call that waits.
+            stream = machine.stream_for(tensors)
+            stream.append(lambda: func(*_memory(args), **_memory(kwargs)))
+            stream.synchronize()
+            return args[0]
         if name == "aten::copy_" and not copies:
-            args[0].copy_(first.cpu())
+            machine.stream_for(tensors).append(lambda: func(*_memory(args), **_memory(kwargs)))
             return args[0]
 
         def wrapped(value: Any) -> Any:
@@ -82,8 +91,6 @@ class NpuTensor(torch.Tensor):
         if name in READS:
             stream.synchronize()
             return tree_map(wrapped, func(*_memory(args), **_memory(kwargs)))
-        # What lies on the host is read before the call returns.
-        args, kwargs = tree_map(lambda v: v.clone() if any(v is host for host in hosts) else v, (args, kwargs))
         if schema.is_mutable:
             written = [v for v, argument in zip(args, schema.arguments, strict=False) if _is_written(argument)]
             written += [kwargs[a.name] for a in schema.arguments if _is_written(a) and a.name in kwargs]
@@ -107,6 +114,10 @@ def npu_tensors(values: Any) -> Iterator[NpuTensor]:
     for value in tree_flatten(values)[0]:
         if isinstance(value, NpuTensor):
             yield value
+
+
+def _non_blocking(args: Any, kwargs: Any) -> bool:
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
 
 
 def _is_view(schema: Any) -> bool:
