@@ -329,3 +329,9 @@ def test_mooncake_knows_the_protocol_and_fabric_memory() -> None:
     assert "ascend_transport.so" in binaries()
     assert has("ASCEND_ENABLE_USE_FABRIC_MEM", "libmooncake_store.so")
     assert has("P2PHANDSHAKE")
+
+
+def test_nothing_in_mooncake_reads_the_limit_on_locked_memory() -> None:
+    """So the connector only warns of it: what the driver locks is decided in CANN."""
+    assert has("aclrtMallocHost", "ascend_transport.so")
+    assert not [name for name, value in binaries().items() if b"memlock" in value.lower() or b"\0mlock\0" in value]

@@ -29,7 +29,7 @@ from vllm.v1.request import RequestStatus
 from kvpool_connector.config import PoolSettings, StoreSettings
 from kvpool_connector.contract.clock import MonotonicClock
 from kvpool_connector.contract.device import Device
-from kvpool_connector.contract.errors import ConfigError
+from kvpool_connector.contract.errors import ConfigError, TopologyError
 from kvpool_connector.contract.shards import RankShards, ShardMap, with_prefill_ranks
 from kvpool_connector.contract.topology import Rank
 from kvpool_connector.engine import (
@@ -384,11 +384,25 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         `MultiConnector` hands every child what the first that announces anything has announced: it may be another's.
         """
         announced = [handshake.shards for handshake in metadata.values() if isinstance(handshake, PoolHandshake)]
-        if len(announced) == len(metadata) and {one.namespace for one in announced} <= {self._settings.namespace}:
+        namespaces = {one.namespace for one in announced}
+        if len(announced) == len(metadata) and (namespaces <= {self._settings.namespace} or len(namespaces) > 1):
             self._set_shards(announced)
 
     def _set_shards(self, announced: Iterable[RankShards]) -> None:
         self._schedulers().set_shards(ShardMap(self._topology, with_prefill_ranks(self._topology, announced)))
+
+    def _set_late_shards(self, announced: Iterable[RankShards]) -> None:
+        """Of announcements that came with the first step: requests are being served, and none may fail by the pool."""
+        try:
+            self._set_shards(announced)
+        except TopologyError as error:
+            self._told_no_handshake = True
+            logger.error(
+                "event=ranks_disagree: %s. The pool is off, and serving goes on without it. The engine did not refuse "
+                "to start since a parent connector hands on one child's announcements only; as the first child this "
+                "connector finds it out at start",
+                error,
+            )
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """What the workers hold."""
@@ -420,7 +434,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(metadata, PoolWorkerMetadata):
             if metadata.announced:
-                self._set_shards(metadata.announced)
+                self._set_late_shards(metadata.announced)
             self._schedulers().report(metadata.report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
