@@ -70,7 +70,7 @@ def test_a_wrong_store_is_found_out(
     for every in (0, 1):
         contents = {block_id: fresh() for block_id in range(4)}
         with backend.open() as store:
-            node = LocalNode(deployment, 0, fault(store), memory=backend.memory(), audit_every=every)
+            node = LocalNode(deployment, 0, fault(store), audit_every=every)
             node.fill(contents)
             assert node.save(contents) == (3 if every else 4)
             counts = blocks(node)

@@ -10,6 +10,7 @@ import pytest
 
 from kvpool_conformance.cases import NAMED_CASES, Deployment
 from kvpool_conformance.suites.round_trip import fresh, load_all, moved, save_all
+from kvpool_connector.contract.errors import StoreSetupError
 from tests.targets import npu as targets
 from tests.targets.npu import StandInTarget, npu, npu_stand_in, unreachable
 
@@ -54,6 +55,13 @@ def test_another_process_has_another_device(target: StandInTarget) -> None:
         save_all(source, contents)
     with target.node(deployment) as loaded:
         load_all(loaded, moved(contents, (3, 0, 5)))
+
+
+def test_caches_off_the_grid_are_refused_piece_by_piece(target: StandInTarget) -> None:
+    deployment = Deployment(NAMED_CASES["gqa-310p-nz"], transfer="direct")
+    assert "on no multiple of 2 MiB" in target.offers(deployment)
+    with pytest.raises(StoreSetupError, match=r'2 MiB\. Set transfer to "packed"'), target.node(deployment):
+        pass
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="there may be an NPU here")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpool_connector.contract.layout import Region
 from kvpool_connector.contract.status import Status
-from kvpool_connector.contract.store import Pieces, SessionStore
+from kvpool_connector.contract.store import CacheStore, Pieces, SessionStore
 
 
 class Borrowed:
@@ -25,6 +26,9 @@ class Borrowed:
         if address in self._registered:
             self._registered.remove(address)
         return self._store.unregister(address)
+
+    def register_shared(self, regions: Sequence[Region]) -> bool:
+        return isinstance(self._store, CacheStore) and self._store.register_shared(regions)
 
     def exist(self, keys: Sequence[str]) -> list[Status]:
         return self._store.exist(keys)

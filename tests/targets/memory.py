@@ -53,7 +53,8 @@ class HostMemory:
 
 
 class NpuMemory:
-    """Each storage of the caches a second time, on an NPU, at the same distance from a multiple of 2 MiB."""
+    """Each storage of the caches a second time, on an NPU, at the same distance from a multiple of 2 MiB where a cache
+    starts on one."""
 
     def __init__(self, torch_of_npu: Any, device: Device, name: str) -> None:
         """`torch_of_npu`: torch with `torch.npu`; `device`: selected for this thread; `name`: as torch has it."""
@@ -92,8 +93,11 @@ class NpuMemory:
         if at not in self._twins:
             host = torch.empty(0, dtype=torch.uint8)
             host.set_(storage)
-            root = self._torch.empty(storage.nbytes() + ALIGNMENT, dtype=torch.uint8, device=self._name)
-            offset = (at - root.data_ptr()) % ALIGNMENT
+            # Room in front would let a cache start on a multiple of 2 MiB that the host's has none of.
+            off_grid = tensor.data_ptr() // ALIGNMENT * ALIGNMENT < at
+            room = 0 if off_grid else ALIGNMENT
+            root = self._torch.empty(storage.nbytes() + room, dtype=torch.uint8, device=self._name)
+            offset = 0 if off_grid else (at - root.data_ptr()) % ALIGNMENT
             self._twins[at] = host, root[offset : offset + storage.nbytes()]
         _, twin = self._twins[at]
         offset = tensor.data_ptr() - at

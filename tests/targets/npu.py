@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvpool_conformance.cases import Deployment
 from kvpool_connector.config import StoreSettings
 from kvpool_connector.mooncake import MooncakeStore, import_mooncake
 from kvpool_simulator.npu import Machine, Transport
@@ -136,6 +137,13 @@ def stand_in_store(address: str, segment_bytes: int) -> MooncakeStore:
     return store
 
 
+def not_on_the_grid(deployment: Deployment) -> str:
+    """Why a deployment is refused with protocol `ascend`; empty where it is not."""
+    if deployment.transfer == "direct" and deployment.case.family == "gqa-310p":
+        return "caches of a 310P start on no multiple of 2 MiB, so with protocol ascend they are moved packed"
+    return ""
+
+
 class NpuTarget(Target):
     """One client a process, as workers have. Objects are looked at through it too: another would take a device."""
 
@@ -158,12 +166,18 @@ class NpuTarget(Target):
     def advance(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def offers(self, deployment: Deployment) -> str:
+        return not_on_the_grid(deployment) or super().offers(deployment)
+
 
 class StandInTarget(SimulatorTarget):
     """The same on the stand-in, over the simulated store."""
 
     def __init__(self, master: SimulatedMaster) -> None:
         super().__init__(master, "npu-stand-in", stand_in_store, stand_in_memory, num_clients=1)
+
+    def offers(self, deployment: Deployment) -> str:
+        return not_on_the_grid(deployment) or super().offers(deployment)
 
 
 @contextmanager
