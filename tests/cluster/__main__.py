@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from tests.cluster.cluster import Outcome, run, run_seed
+from tests.cluster.cluster import Outcome, keep_to_one_processor, run, run_seed
 from tests.cluster.field_reports import held_rows
 from tests.cluster.scenario import PROFILES, scenario
 
@@ -49,7 +49,11 @@ def main() -> int:
 def many(asked: argparse.Namespace) -> Iterator[Outcome]:
     """Seeds one after the other, in several processes; failures are told at once."""
     first, loads = asked.first, 0
-    with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    processors = context.SimpleQueue()
+    for number in range(asked.jobs):
+        processors.put(number)
+    with ProcessPoolExecutor(asked.jobs, context, keep_to_one_processor, (processors,)) as pool:
         while loads < asked.loads if asked.loads else first < asked.first + asked.seeds:
             last = first + asked.jobs if asked.loads else asked.first + asked.seeds
             for outcome in pool.map(partial(run_seed, profile=asked.profile), range(first, last)):

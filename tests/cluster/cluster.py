@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing.queues import SimpleQueue
 from random import Random
 
 from kvpool_connector.config import PoolSettings, StoreSettings
@@ -372,3 +374,11 @@ def run_seed(seed: int, profile: str) -> Outcome:
     """A seed's run in whatever process; what the connector logs is not shown."""
     logging.disable(logging.CRITICAL)
     return run(scenario(seed, profile))
+
+
+def keep_to_one_processor(processors: SimpleQueue[int]) -> None:
+    """A process's threads run one at a time: going from one processor to another only costs them time."""
+    number = processors.get()
+    if hasattr(os, "sched_setaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {allowed[number % len(allowed)]})

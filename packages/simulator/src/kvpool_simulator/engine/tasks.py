@@ -34,7 +34,9 @@ class Task:
         """What it waits for; None while it may go on."""
         self.deadline = float("inf")
         self.done = False
-        self.baton = threading.Semaphore(0)
+        self.baton = threading.Lock()
+        """Held, until it is this thread's turn; whoever hands over releases it. A lock, for the speed of it."""
+        self.baton.acquire()
         self.thread: threading.Thread | None = None
 
     def __repr__(self) -> str:

@@ -66,6 +66,8 @@ class Master:
     def drop_segment(self, segment: Segment) -> None:
         """Forget a segment and what lies in it alone."""
         self.segments.drop(segment)
+        if segment.space.empty:
+            return
         for found in [o for o in self.objects.values() if any(s is segment for s, _ in o.places)]:
             found.places = [place for place in found.places if place[0] is not segment]
             if not found.places:

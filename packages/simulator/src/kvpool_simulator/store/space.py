@@ -52,6 +52,11 @@ class Space:
         self._taken: dict[int, int] = {}
         self._add(0, capacity // self._unit)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing lies in it."""
+        return not self._taken
+
     def allocate(self, num_bytes: int) -> int | None:
         """Offset of a run, or None when no free run is large enough."""
         number = class_above(-(-num_bytes // self._unit))
