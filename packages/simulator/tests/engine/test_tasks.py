@@ -125,6 +125,33 @@ def test_a_module_under_control_uses_virtual_time_alone(tasks: Tasks) -> None:
     assert {name: value for name, value in vars(module).items() if name in real} == real
 
 
+@pytest.mark.parametrize(("kind", "order"), [("SimpleQueue", "abc"), ("Queue", "abc"), ("LifoQueue", "cba")])
+def test_queues_keep_their_order_and_wait_in_virtual_time(tasks: Tasks, kind: str, order: str) -> None:
+    module = imported()
+    with controlled(tasks, [module]):
+        items = getattr(module.queue, kind)()
+        for item in "abc":
+            items.put(item)
+        assert [items.get(timeout=1.0) for _ in "abc"] == list(order)
+        with pytest.raises(queue.Empty):
+            items.get(timeout=1e6)
+    assert tasks.clock.now() == 1e6
+
+
+@pytest.mark.parametrize("name", ["Semaphore", "BoundedSemaphore", "Barrier", "Timer"])
+def test_what_waits_without_a_stand_in_is_refused(tasks: Tasks, name: str) -> None:
+    module = imported()
+    with controlled(tasks, [module]), pytest.raises(NotImplementedError, match=f"^{name} has no stand-in"):
+        getattr(module.threading, name)(1)
+
+
+def test_every_kind_of_queue_has_a_stand_in_or_is_refused(tasks: Tasks) -> None:
+    module = imported()
+    with controlled(tasks, [module]):
+        real = [name for name, value in vars(module.queue).items() if hasattr(value, "get") and name[0] != "_"]
+    assert not real
+
+
 def test_a_lock_keeps_others_out(tasks: Tasks) -> None:
     module = imported()
     inside: list[str] = []

@@ -157,6 +157,9 @@ class SimpleQueue:
         """See `queue.Queue`."""
         if not self._items and (not block or not self._tasks.wait(lambda: bool(self._items), timeout)):
             raise queue.Empty
+        return self._take()
+
+    def _take(self) -> Any:
         return self._items.popleft()
 
     def put_nowait(self, item: Any) -> None:
@@ -174,6 +177,13 @@ class SimpleQueue:
     def qsize(self) -> int:
         """See `queue.Queue`."""
         return len(self._items)
+
+
+class LifoQueue(SimpleQueue):
+    """`queue.LifoQueue`."""
+
+    def _take(self) -> Any:
+        return self._items.pop()
 
 
 class Thread:
@@ -330,6 +340,24 @@ def _wait_for_futures(tasks: Tasks) -> Callable[..., Any]:
     return wait
 
 
+WITHOUT_STAND_IN: tuple[type, ...] = (
+    threading.Barrier,
+    threading.BoundedSemaphore,
+    threading.Semaphore,
+    threading.Timer,
+    queue.PriorityQueue,
+    concurrent.futures.ProcessPoolExecutor,
+)
+"""What waits, and has no stand-in here."""
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*arguments: object, **named: object) -> Any:
+        raise NotImplementedError(f"{name} has no stand-in in kvpool_simulator.engine.threads: write one")
+
+    return refuse
+
+
 def replacements(tasks: Tasks) -> dict[int, Any]:
     """What stands for what, by the identity of the real one."""
 
@@ -344,11 +372,14 @@ def replacements(tasks: Tasks) -> dict[int, Any]:
         threading.RLock: lambda: Lock(tasks, reentrant=True),
         queue.SimpleQueue: made(SimpleQueue),
         queue.Queue: made(SimpleQueue),
+        queue.LifoQueue: made(LifoQueue),
         concurrent.futures.ThreadPoolExecutor: made(ThreadPoolExecutor),
         concurrent.futures.wait: _wait_for_futures(tasks),
         time.monotonic: tasks.clock.now,
         time.sleep: tasks.sleep,
     }
+    # A real wait would stop the whole simulation, and its limit would pass in real time.
+    fakes |= {real: _refused(real.__name__) for real in WITHOUT_STAND_IN}
     by_identity: dict[int, Any] = {id(real): fake for real, fake in fakes.items()}
     for module in (threading, queue, concurrent.futures, time):
         stand_in = SimpleNamespace(**{name: getattr(module, name) for name in dir(module)})
