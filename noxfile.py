@@ -41,6 +41,7 @@ UNIT_TESTS = (
 DEV_TOOLS = (
     "hypothesis",
     "import-linter",
+    "matplotlib",
     "mkdocs-material",
     "mutmut",
     "mypy",
@@ -229,13 +230,17 @@ def engine(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Speed as ratios: writes docs/performance.md and .json; `-- --short` only checks that no ratio has fallen."""
+    """Speed as ratios: writes docs/performance.*; `-- --short` only checks that no ratio has fallen."""
     missing = ENGINE.mooncake_missing(session)
     if missing:
         session.error(f"the benchmarks need real Mooncake: `{INSTALL_LINE}` ({missing})")
     for environment in (DEV, ENGINE):
         # Each measures what it can: the second one what is measured in the real engine.
         environment.run(session, "python", "-m", "bench", *session.posargs)
+        if not session.posargs:
+            environment.run(session, "python", "-m", "bench.curves")
+    if not session.posargs:
+        DEV.run(session, "python", "-m", "bench.pictures")
 
 
 @nox.session(venv_backend="none")
