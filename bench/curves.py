@@ -30,8 +30,8 @@ PROMPT_TOKENS = (300, 1000, 3000)
 
 def point(where: float, taken: Iterable[float]) -> Point:
     """The median and the quartiles, to four digits."""
-    low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
-    return (where, *(float(f"{value:.4g}") for value in (median, low, high)))
+    low, median, high = (float(f"{value:.4g}") for value in statistics.quantiles(taken, n=4, method="inclusive"))
+    return where, median, low, high
 
 
 def planning(repeats: int = 21) -> Panels:
