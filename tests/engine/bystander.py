@@ -20,14 +20,14 @@ _held: set[str] = set()
 
 
 @dataclass
-class BystanderHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class BystanderHandshake(KVConnectorHandshakeMetadata):
     """Says something that only it understands."""
 
     port: int = 7
 
 
 @dataclass
-class BystanderReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class BystanderReport(KVConnectorWorkerMetadata):
     """A report of its own each step."""
 
     steps: int = 1
@@ -38,7 +38,7 @@ class BystanderReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return BystanderReport(self.steps + other.steps)
 
 
-class Bystander(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class Bystander(KVConnectorBase_V1, SupportsHMA):
     """Keeps every ended request's blocks until the next step, as one that sends them would; not those of short ones.
 
     So an engine that nobody asks anything keeps some.

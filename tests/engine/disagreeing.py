@@ -9,7 +9,7 @@ import torch
 from kvpool_connector.vllm import KVPoolConnector, this_rank
 
 
-class OtherDtype(KVPoolConnector):  # type: ignore[misc]
+class OtherDtype(KVPoolConnector):
     """The second rank of tensor parallelism takes its last layer's pages for whole numbers."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -32,7 +32,7 @@ class OtherShape(OtherDtype):
         return tensor[..., : tensor.shape[-1] // 2].contiguous()
 
 
-class OtherSettings(KVPoolConnector):  # type: ignore[misc]
+class OtherSettings(KVPoolConnector):
     """The second rank stores no checksums."""
 
     def _make_worker(self, store_settings: Any) -> Any:
@@ -41,7 +41,7 @@ class OtherSettings(KVPoolConnector):  # type: ignore[misc]
         return super()._make_worker(store_settings)
 
 
-class OtherNamespace(KVPoolConnector):  # type: ignore[misc]
+class OtherNamespace(KVPoolConnector):
     """The second rank uses another namespace."""
 
     def _make_worker(self, store_settings: Any) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from stores import DictStore
 
 from kvpool_connector import host
+from kvpool_connector.contract.device import DeviceLateError
 from kvpool_connector.contract.layout import REGION_ALIGNMENT, Component, Layer, ShardLayout
 from kvpool_connector.host import HostDevice
 from kvpool_connector.staging import Staging
@@ -51,4 +54,41 @@ def test_the_chunk_used_last_is_lent_first() -> None:
     with staging.chunk(1) as first, staging.chunk(1):
         pass
     with staging.chunk(1) as again:
+        assert again == first
+
+
+class _Switch:
+    """An event that happens when it is told to."""
+
+    happened = False
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.happened
+
+
+def _late_with(staging: Staging, event: _Switch | None) -> int | None:
+    """The chunk with which the device was late."""
+    used: list[int | None] = []
+    with contextlib.suppress(DeviceLateError), staging.chunk(0) as chunk:
+        used.append(chunk)
+        raise DeviceLateError(2.5, event)
+    return used[0]
+
+
+def test_chunks_that_the_device_may_still_write_are_lent_to_nobody_until_its_work_has_landed() -> None:
+    staging, event = Staging(DictStore(), HostDevice(), 48 << 20, 1 << 20), _Switch()
+    used = [_late_with(staging, event) for _ in range(3)]
+    assert len(set(used)) == 3
+    # Whoever comes now is not kept waiting, and is told the limit that has passed.
+    with pytest.raises(DeviceLateError, match=r"earlier work.* within 2\.5 s"), staging.chunk(3600):
+        pass
+    event.happened = True
+    with staging.chunk(0) as one, staging.chunk(0) as two, staging.chunk(0) as three:
+        assert {one, two, three} == set(used)
+
+
+def test_a_chunk_that_was_given_no_work_is_free_at_once() -> None:
+    staging = Staging(DictStore(), HostDevice(), 48 << 20, 1 << 20)
+    first = _late_with(staging, None)
+    with staging.chunk(0) as again:
         assert again == first

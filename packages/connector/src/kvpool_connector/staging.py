@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvpool_connector.contract.device import DEVICE_LIMIT_S, Device, DeviceLateError, Event
+from kvpool_connector.contract.device import Device, DeviceLateError, Event
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import REGION_ALIGNMENT
 from kvpool_connector.contract.store import Store
@@ -44,8 +44,8 @@ class Staging:
         # The chunk that was used last is lent first: its pages are there, and in the processor's cache.
         self._free: queue.LifoQueue[int] = queue.LifoQueue()
         self._num_chunks = num_chunks
-        self._late: list[tuple[int, Event]] = []
-        """Chunks that the device may still write, and read, until the event."""
+        self._late: list[tuple[int, Event, float]] = []
+        """Chunks that the device may still write, and read, until the event; and the limit that has passed."""
         self._lock = threading.Lock()
         for index in range(num_chunks):
             self._free.put(self.buffer.address + index * self.chunk_bytes)
@@ -62,18 +62,18 @@ class Staging:
         except queue.Empty:
             yield None
             return
-        event: Event | None = None
+        late: DeviceLateError | None = None
         try:
             yield address
         except DeviceLateError as error:
-            event = error.event
+            late = error
             raise
         finally:
-            if event is None:
+            if late is None or late.event is None:
                 self._free.put(address)
             else:
                 with self._lock:
-                    self._late.append((address, event))
+                    self._late.append((address, late.event, late.limit_s))
 
     def _take_back(self) -> None:
         """Chunks whose late work has landed are free again."""
@@ -83,4 +83,4 @@ class Staging:
                 self._free.put(chunk[0])
                 logger.warning("event=device_landed: late work has landed, and its part of the staging area is free")
             if len(self._late) == self._num_chunks:
-                raise DeviceLateError(DEVICE_LIMIT_S, None)
+                raise DeviceLateError(self._late[-1][2], None)

@@ -196,7 +196,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._announced: RankShards | None = None
         self._unreported: tuple[RankShards, ...] = ()
         self._begun: StepMetadata | None = None
-        self._told_no_handshake = False
+        self._told_pool_off = False
         self._num_steps = 0
         # The first step's report may bring the announcements too; others may be scheduled before it arrives.
         self._announced_after = 2 + self._topology.pp_size if REPORTS_LOADS else 0
@@ -385,7 +385,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         announced = [handshake.shards for handshake in metadata.values() if isinstance(handshake, PoolHandshake)]
         namespaces = {one.namespace for one in announced}
-        if len(announced) == len(metadata) and (namespaces <= {self._settings.namespace} or len(namespaces) > 1):
+        # One namespace that is not ours is another child's; several are ranks that disagree, which is refused.
+        is_anothers = len(namespaces) == 1 and self._settings.namespace not in namespaces
+        if len(announced) == len(metadata) and not is_anothers:
             self._set_shards(announced)
 
     def _set_shards(self, announced: Iterable[RankShards]) -> None:
@@ -396,7 +398,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self._set_shards(announced)
         except TopologyError as error:
-            self._told_no_handshake = True
+            self._told_pool_off = True
             logger.error(
                 "event=ranks_disagree: %s. The pool is off, and serving goes on without it. The engine did not refuse "
                 "to start since a parent connector hands on one child's announcements only; as the first child this "
@@ -410,8 +412,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """See `kvpool_connector.scheduler.PoolScheduler.num_matched_tokens`."""
-        if not self._schedulers().ready and not self._told_no_handshake and self._num_steps >= self._announced_after:
-            self._told_no_handshake = True
+        if not self._schedulers().ready and not self._told_pool_off and self._num_steps >= self._announced_after:
+            self._told_pool_off = True
             logger.error(
                 "event=no_handshake: the workers' announcements did not reach the scheduler side, so the pool is off. "
                 "A parent connector that does not pass on set_xfer_handshake_metadata is the usual cause"

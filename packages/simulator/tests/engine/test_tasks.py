@@ -145,6 +145,13 @@ def test_what_waits_without_a_stand_in_is_refused(tasks: Tasks, name: str) -> No
         getattr(module.threading, name)(1)
 
 
+def test_a_wait_that_was_imported_by_name_is_refused_too(tasks: Tasks) -> None:
+    module = imported()
+    module.as_completed = concurrent.futures.as_completed
+    with controlled(tasks, [module]), pytest.raises(NotImplementedError, match=r"^as_completed has no stand-in"):
+        module.as_completed([])
+
+
 def test_every_kind_of_queue_has_a_stand_in_or_is_refused(tasks: Tasks) -> None:
     module = imported()
     with controlled(tasks, [module]):

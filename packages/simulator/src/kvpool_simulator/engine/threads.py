@@ -340,13 +340,14 @@ def _wait_for_futures(tasks: Tasks) -> Callable[..., Any]:
     return wait
 
 
-WITHOUT_STAND_IN: tuple[type, ...] = (
+WITHOUT_STAND_IN: tuple[Callable[..., Any], ...] = (
     threading.Barrier,
     threading.BoundedSemaphore,
     threading.Semaphore,
     threading.Timer,
     queue.PriorityQueue,
     concurrent.futures.ProcessPoolExecutor,
+    concurrent.futures.as_completed,
 )
 """What waits, and has no stand-in here."""
 
