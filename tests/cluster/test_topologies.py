@@ -15,7 +15,8 @@ from kvpool_connector.contract.device import Event
 from kvpool_connector.contract.errors import TopologyError
 from kvpool_connector.contract.shards import ShardMap
 from kvpool_connector.contract.topology import ContextRange, HeadRange, Topology, Writer
-from kvpool_connector.saver import Saver, ShardSave, _Job
+from kvpool_connector.rank_part import ShardBlocks
+from kvpool_connector.saver import Saver, _Job
 from kvpool_connector.worker import PoolWorker
 from kvpool_simulator.engine import Limits, Mix
 from kvpool_simulator.store import SimulatedMaster
@@ -322,7 +323,7 @@ def test_two_data_parallel_ranks_under_the_engine(name: str) -> None:
 right_saves = PoolWorker._shard_saves
 
 
-def submit_with_one_ticket(self: Saver, saves: Sequence[ShardSave], event: Event) -> None:
+def submit_with_one_ticket(self: Saver, saves: Sequence[ShardBlocks], event: Event) -> None:
     """A job that claims each block once."""
     ticket = self._fence.ticket({block_id for save in saves for block_id in save.block_ids})
     num_blocks = sum(len(save.block_ids) for save in saves)

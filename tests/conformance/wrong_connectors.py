@@ -412,7 +412,7 @@ def heads_mistake(mistake: str, patch: Patch, saved_at: int, loaded_at: int) -> 
 def _one_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one shard's save has let go of is withdrawn from the next shard's."""
 
-    def submit(self: saver.Saver, saves: Sequence[saver.ShardSave], event: Any) -> None:
+    def submit(self: saver.Saver, saves: Sequence[saver.ShardBlocks], event: Any) -> None:
         with monkeypatch.context() as within:
             ticket = self._fence.ticket(block_id for save in saves for block_id in save.block_ids)
             within.setattr(self._fence, "ticket", lambda block_ids: ticket)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpool_connector import mooncake, scheduler, transfer
+from kvpool_connector import mooncake, recent_saves, transfer
 from kvpool_connector.contract.status import Status
 from kvpool_connector.host import HostCopier
 
@@ -46,7 +46,7 @@ def count_calls() -> None:
 
 def remember_saves() -> None:
     """What went to a save is remembered for as long as a slow machine may take."""
-    scheduler.SAVE_MEMORY_S = 3600.0
+    recent_saves.SAVE_MEMORY_S = 3600.0
 
 
 def num_calls(engine: Any) -> int:

@@ -67,7 +67,7 @@ class LayeredRank:
     @property
     def keys(self) -> list[str]:
         """What the blocks' objects are called."""
-        shard = self.worker._shards[0]
+        shard = self.worker._part.shards[0]
         return [shard.key(block_hash) for block_hash in self.hashes]
 
     def begin_save(self) -> StepMetadata:

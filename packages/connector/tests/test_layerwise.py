@@ -48,7 +48,7 @@ class LayerRig(Rig):
         super().__init__(store or SessionDictStore(), device=self.gated, **settings)
 
     def key(self, content: int) -> str:
-        return self.worker._shards[0].key(group({0: content}).block_hashes[0])
+        return self.worker._part.shards[0].key(group({0: content}).block_hashes[0])
 
     def begin_save(self, contents: dict[int, int]) -> StepMetadata:
         step = StepMetadata(saves=(SaveJob("r", (group(contents),)),))

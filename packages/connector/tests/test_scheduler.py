@@ -731,13 +731,13 @@ def test_what_was_handed_over_before_a_reset_is_not_passed_over_after_it() -> No
 
 
 def test_what_is_remembered_of_saves_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_connector.scheduler.MAX_HANDED", 3)
+    monkeypatch.setattr("kvpool_connector.recent_saves.MAX_REMEMBERED", 6)
     bench = Bench()
     take_up(bench, "first", 0)
-    assert len(bench.scheduler._handed) <= 3 + 4
+    assert len(bench.scheduler._recent) <= 6 + 4
     bench.clock.time += 31
     take_up(bench, "second", 0)
-    assert len(bench.scheduler._handed) == 4
+    assert len(bench.scheduler._recent) == 4
 
 
 def test_blocks_of_a_group_that_do_not_divide_into_hashed_ones_are_refused() -> None:

@@ -112,7 +112,7 @@ def save(rig: Rig, blocks: dict[int, int]) -> list[Span]:
 @pytest.mark.parametrize("by_layers", [False, True])
 def test_a_save_is_a_span_a_request_with_what_became_of_its_blocks(by_layers: bool) -> None:
     rig = LayerRig() if by_layers else Rig()
-    rig.store.objects[rig.worker._shards[0].key(group({2: 12}).block_hashes[0])] = b"another's"
+    rig.store.objects[rig.worker._part.shards[0].key(group({2: 12}).block_hashes[0])] = b"another's"
     before = time.time_ns()
     first, second = save(rig, {1: 11, 2: 12})
     for span, request_id, stored in ((first, "r", 1), (second, "s", 0)):

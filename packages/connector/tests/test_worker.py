@@ -184,7 +184,7 @@ def test_a9_exactly_the_affected_blocks_are_reported_once(
             worker.fill(block_id, content)
         worker.save(contents)
         worker.drain()
-        bad_key = worker.worker._shards[0].key(group({0: 100 + position}).block_hashes[0])  # type: ignore[union-attr]
+        bad_key = worker.worker._part.shards[0].key(group({0: 100 + position}).block_hashes[0])  # type: ignore[union-attr]
         plain_get = worker.store.get
 
         def get(keys, addresses, sizes):  # type: ignore[no-untyped-def]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 
 
 class Counters:
@@ -11,8 +11,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken: Counter[str] = Counter()
-        self._new: Counter[str] = Counter()
+        self._taken: defaultdict[str, int] = defaultdict(int)
+        self._new: defaultdict[str, int] = defaultdict(int)
         """Since the last `take`."""
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -24,7 +24,10 @@ class Counters:
     def totals(self) -> dict[str, int]:
         """All counts since the start."""
         with self._lock:
-            return dict(self._taken + self._new)
+            totals = dict(self._taken)
+            for name, count in self._new.items():
+                totals[name] = totals.get(name, 0) + count
+            return totals
 
     def take(self) -> dict[str, int]:
         """What was counted since the last call of `take`."""
@@ -32,6 +35,7 @@ class Counters:
             # Every step asks, and most steps count nothing.
             return {}
         with self._lock:
-            new, self._new = self._new, Counter()
-            self._taken += new
+            new, self._new = self._new, defaultdict(int)
+            for name, count in new.items():
+                self._taken[name] += count
             return dict(new)

@@ -17,8 +17,9 @@ from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.layer_transfer import LayerTransfer
-from kvpool_connector.loader import Leave, ShardLoad
+from kvpool_connector.loader import Leave
 from kvpool_connector.outage import Outage
+from kvpool_connector.rank_part import ShardBlocks
 from kvpool_connector.transfer import parts, tell_late
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class LayerLoader:
         self._sessions = threading.Lock()
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-loader")
 
-    def start(self, loads: Mapping[str, Sequence[ShardLoad]], event: Event) -> LayerLoad:
+    def start(self, loads: Mapping[str, Sequence[ShardBlocks]], event: Event) -> LayerLoad:
         """Begin to fill blocks, by request, none before `event`. Returns when the step may begin to compute."""
         by_shard: dict[int, list[_Object]] = {}
         for request_id, shards in loads.items():

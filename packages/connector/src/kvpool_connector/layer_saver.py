@@ -21,7 +21,8 @@ from kvpool_connector.fence import Fence, Ticket
 from kvpool_connector.layer_plan import LayerPlan, LayerRange
 from kvpool_connector.layer_transfer import LayerTransfer
 from kvpool_connector.outage import Outage
-from kvpool_connector.saver import ShardSave, count_saved, end_spans
+from kvpool_connector.rank_part import ShardBlocks
+from kvpool_connector.saver import count_saved, end_spans
 from kvpool_connector.tracing import SaveSpan
 from kvpool_connector.transfer import parts, tell_late
 
@@ -67,7 +68,7 @@ class _Shard:
 class LayerSave:
     """One step's save. Hooks of the step's thread mark layers as computed; two threads move them."""
 
-    def __init__(self, shards: dict[int, _Shard], saves: Sequence[ShardSave]) -> None:
+    def __init__(self, shards: dict[int, _Shard], saves: Sequence[ShardBlocks]) -> None:
         self.shards = shards
         self.saves = saves
         self.fired: Counter[str] = Counter()
@@ -126,7 +127,7 @@ class LayerSaver:
         self._told: set[str] = set()
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-saver")
 
-    def open(self, saves: Sequence[ShardSave]) -> LayerSave | None:
+    def open(self, saves: Sequence[ShardBlocks]) -> LayerSave | None:
         """Before a step computes: these blocks will be complete at its end. None when there is nothing to do."""
         by_shard: dict[int, list[_Object]] = {}
         for save in saves:

@@ -7,13 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 from kvpool_connector.contract.clock import Clock
 from kvpool_connector.contract.device import Event
 from kvpool_connector.contract.status import Status
 from kvpool_connector.counters import Counters
 from kvpool_connector.outage import Outage
+from kvpool_connector.rank_part import ShardBlocks
 from kvpool_connector.transfer import Transfer, parts
 
 logger = logging.getLogger(__name__)
@@ -21,16 +21,6 @@ logger = logging.getLogger(__name__)
 BATCHES_IN_FLIGHT = 2
 """One batch is copied to the cache while the next is on the wire."""
 BATCH_BLOCKS = 64
-
-
-@dataclass(frozen=True)
-class ShardLoad:
-    """Blocks with the keys that one of this rank's shards is filled from."""
-
-    shard: int
-    """Index among the shards that this rank holds."""
-    keys: Sequence[str]
-    block_ids: Sequence[int]
 
 
 class Leave:
@@ -93,6 +83,8 @@ class Load(Leave):
             statuses = (
                 future.result() if future.done() and not future.cancelled() else [Status.TIMEOUT] * len(block_ids)
             )
+            if statuses.count(Status.OK) == len(block_ids) == len(statuses):
+                continue
             for block_id, status in zip(block_ids, statuses, strict=True):
                 if not status.ok:
                     failed.append(block_id)
@@ -118,13 +110,13 @@ class Loader:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(BATCHES_IN_FLIGHT, thread_name_prefix="kvpool-loader")
 
-    def start(self, request_id: str, loads: Sequence[ShardLoad], event: Event) -> Load:
+    def start(self, request_id: str, loads: Sequence[ShardBlocks], event: Event) -> Load:
         """Begin to fill blocks; none is written before `event` has happened."""
         load = Load(request_id, self._clock.now() + self._timeout_s, self._clock, event)
-        for shard in loads:
-            for part in parts(len(shard.keys), BATCH_BLOCKS):
-                keys, block_ids = shard.keys[part], shard.block_ids[part]
-                load.batches.append((self._threads.submit(self._move, load, shard.shard, keys, block_ids), block_ids))
+        for blocks in loads:
+            for part in parts(len(blocks.block_ids), BATCH_BLOCKS):
+                batch = blocks.part(part) if len(blocks.block_ids) > BATCH_BLOCKS else blocks
+                load.batches.append((self._threads.submit(self._move, load, batch), batch.block_ids))
         return load
 
     def finish(self, load: Load) -> list[int]:
@@ -169,14 +161,14 @@ class Loader:
         """Wait for batches under way (the transport bounds them) and end the threads."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _move(self, load: Load, shard: int, keys: Sequence[str], block_ids: Sequence[int]) -> list[Status]:
-        transfer = self._transfers[shard]
+    def _move(self, load: Load, batch: ShardBlocks) -> list[Status]:
+        transfer = self._transfers[batch.shard]
         try:
-            statuses = transfer.load(keys, block_ids, load)
+            statuses = transfer.load(batch.keys, batch.block_ids, load)
         except Exception:
             # Whatever breaks here, the request goes on: its blocks count as not loaded and are computed.
-            logger.exception("event=load_raised blocks=%d", len(block_ids))
-            return [Status.UNAVAILABLE] * len(block_ids)
+            logger.exception("event=load_raised blocks=%d", len(batch.block_ids))
+            return [Status.UNAVAILABLE] * len(batch.block_ids)
         self._outage.note(statuses)
         self._counters.add("load_bytes", transfer.stored_bytes * sum(status.ok for status in statuses))
         return statuses

@@ -15,28 +15,16 @@ from kvpool_connector.counters import Counters
 from kvpool_connector.events import StoredKeys
 from kvpool_connector.fence import Fence, Ticket
 from kvpool_connector.outage import Outage
-from kvpool_connector.tracing import SaveSpan
+from kvpool_connector.rank_part import ShardBlocks
 from kvpool_connector.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ShardSave:
-    """Blocks with the keys that one of this rank's shards is stored under."""
-
-    shard: int
-    """Index among the shards that this rank holds."""
-    keys: Sequence[str]
-    block_ids: Sequence[int]
-    span: SaveSpan | None = None
-    """Of the whole request's save, where the engine traces."""
-
-
-@dataclass(frozen=True)
 class _Job:
     event: Event
-    saves: Sequence[ShardSave]
+    saves: Sequence[ShardBlocks]
     tickets: Sequence[Ticket]
     """One a save: several shards of a block are read one after the other."""
     num_blocks: int
@@ -73,7 +61,7 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kvpool-saver", daemon=True)
         self._thread.start()
 
-    def submit(self, saves: Sequence[ShardSave], event: Event) -> None:
+    def submit(self, saves: Sequence[ShardBlocks], event: Event) -> None:
         """Queue blocks whose bytes are there once `event` has happened."""
         num_blocks = sum(len(save.block_ids) for save in saves)
         if not num_blocks:
@@ -147,7 +135,7 @@ class Saver:
             count_saved(statuses, transfer.stored_bytes, self._outage, self._counters)
 
 
-def end_spans(saves: Iterable[ShardSave]) -> None:
+def end_spans(saves: Iterable[ShardBlocks]) -> None:
     """Nothing more of these saves will happen."""
     for save in saves:
         if save.span is not None:

@@ -22,6 +22,7 @@ from kvpool_connector.events import BlockEvents, StoredBlock
 from kvpool_connector.history import Decision, History
 from kvpool_connector.lookup import Lookup
 from kvpool_connector.metadata import GroupBlocks, LoadJob, LoadReport, SaveJob, StepMetadata
+from kvpool_connector.recent_saves import RecentSaves, Scope
 from kvpool_connector.threshold import FixedThreshold, LearntThreshold, StepTimes
 from kvpool_connector.tracing import Timer, Trace
 from kvpool_connector.tracker import GroupRule, RequestTracker, RequestView
@@ -31,11 +32,6 @@ logger = logging.getLogger(__name__)
 HIT_MEMORY_S = 1.0
 """How long a lookup's result serves a request that waits for room; well below a lease, which the lookup granted."""
 
-SAVE_MEMORY_S = 30.0
-"""How long a block that went to a save is taken to be in the pool: requests that find it in the engine's own cache
-do not ask the store for it."""
-MAX_HANDED = 65536
-"""Blocks of which that is remembered; about 20 MB."""
 MAX_MOVES = 3
 """How often one lookup follows a reset that comes while it asks."""
 
@@ -132,8 +128,7 @@ class PoolScheduler:
         self._hits: dict[str, _Hit] = {}
         self._trackers: dict[str, RequestTracker] = {}
         self._new_loads: list[LoadJob] = []
-        self._handed: dict[tuple[int, int, bytes, str], float] = {}
-        """(epoch, group, hash, tag) of blocks that went to a save lately, and when that is forgotten; oldest first."""
+        self._recent = RecentSaves(self._clock)
         self._final_saves: list[SaveJob] = []
         self._unconfirmed: dict[str, _Unconfirmed] = {}
         self._confirm_after_steps = confirm_after_steps
@@ -347,7 +342,10 @@ class PoolScheduler:
         return self._hashes(view, rule, index, index + 1)[0]
 
     def allocated(self, view: RequestView, tables: Tables, num_external_tokens: int) -> None:
-        """The engine took up a hit of `num_external_tokens` and holds blocks for it; with 0 nothing is loaded."""
+        """The engine took up a hit of `num_external_tokens` and holds blocks for it.
+
+        With 0 nothing is loaded, and nobody looks at `tables`.
+        """
         hit = self._hits.pop(view.request_id, None)
         tracker = self._tracker(view)
         if hit is not None:
@@ -445,32 +443,20 @@ class PoolScheduler:
     def _pass_over(self, tracker: RequestTracker, num_computed_tokens: int) -> None:
         """Blocks that the engine has itself, and that went to a save a moment ago, are not handed over again.
 
-        Where that save failed, a request after `SAVE_MEMORY_S` hands them over. The last block stands for those before
-        it: they went to a save with it, or before it and were passed over then.
+        The last block stands for those before it: they went to a save with it, or before it and were passed over then.
         """
-        view, now = tracker.view, self._clock.now()
+        view = tracker.view
         for group, rule in enumerate(self._rules):
             end = num_computed_tokens // rule.block_size
             num_hashed = len(view.block_hashes) * self._hash_block_size // rule.block_size
             if not 0 < end <= num_hashed:
                 continue
+            scope = Scope(tracker.epoch, group, view.tag)
             # With a prompt of whole blocks the last one is computed again.
             for index in range(end - 1, num_hashed):
-                key = (tracker.epoch, group, self._hash(view, rule, index), view.tag)
-                if self._handed.get(key, now) <= now:
+                if not self._recent.knows(scope, self._hash(view, rule, index)):
                     break
                 tracker.num_saved[group] = index + 1
-
-    def _note_handed(self, tracker: RequestTracker, blocks: GroupBlocks) -> None:
-        """These blocks go to a save now."""
-        now = self._clock.now()
-        while self._handed and (len(self._handed) >= MAX_HANDED or next(iter(self._handed.values())) <= now):
-            del self._handed[next(iter(self._handed))]
-        for block_hash in blocks.block_hashes:
-            key = (tracker.epoch, blocks.group, block_hash, tracker.view.tag)
-            # At the end, so that the oldest are in front.
-            self._handed.pop(key, None)
-            self._handed[key] = now + SAVE_MEMORY_S
 
     def _due(self, tracker: RequestTracker, start: int, final: bool = False) -> list[SaveJob]:
         """The save job of blocks that are complete at the end of a step that computes from token `start`.
@@ -498,7 +484,7 @@ class PoolScheduler:
             held, indices = self._held(view, group, range(first, end), table)
             if indices:
                 blocks.append(held)
-                self._note_handed(tracker, held)
+                self._recent.note(Scope(tracker.epoch, group, view.tag), held.block_hashes)
                 if self._events:
                     self._expect(self._events, view, group, indices)
         due_at = min((n + 1) * rule.block_size for n, rule in zip(tracker.num_saved, self._rules, strict=True))
@@ -540,6 +526,8 @@ class PoolScheduler:
                 self._unconfirmed[request_id] = loaded
             return False
         tracker.num_computed_tokens = min(tracker.num_computed_tokens, num_tokens - 1)
+        if tracker.num_computed_tokens < tracker.due_at:
+            return False
         jobs = self._due(tracker, tracker.num_computed_tokens, final=True)
         self._final_saves += jobs
         return bool(jobs)

@@ -188,6 +188,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._cache_config = kv_cache_config
         self._settings = PoolSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        # Of every layer in every step it is asked.
+        self._by_layers = bool(self._settings.use_layerwise)
         self._topology = replace(topology_of(vllm_config), cuts=cuts_of(vllm_config, self._settings))
         self._worker: PoolWorker | None = None
         self._scheduler: PoolScheduler | None = None
@@ -341,11 +343,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See `kvpool_connector.worker.PoolWorker.wait_layer`."""
-        self._workers().wait_layer(layer_name)
+        if self._by_layers:
+            self._workers().wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """See `kvpool_connector.worker.PoolWorker.save_layer`."""
-        self._workers().save_layer(layer_name)
+        if self._by_layers:
+            self._workers().save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """See `kvpool_connector.worker.PoolWorker.end_step`."""
@@ -422,7 +426,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See `kvpool_connector.scheduler.PoolScheduler.allocated`."""
-        self._schedulers().allocated(view_of(request), tables_of(blocks), num_external_tokens)
+        tables = tables_of(blocks) if num_external_tokens > 0 else ()
+        self._schedulers().allocated(view_of(request), tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PoolMetadata:
         """See `kvpool_connector.scheduler.PoolScheduler.build_step`."""
@@ -468,7 +473,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What was counted since the last call."""
         side = self._worker or self._scheduler
         counts = side.counters.take() if side else {}
-        return PoolStats(data=dict(counts)) if counts else None
+        return PoolStats(data=counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:

@@ -23,9 +23,9 @@ from kvpool_connector.contract.descriptor import Descriptor, ModelIdentity
 from kvpool_connector.contract.device import CHECKSUM_BYTES, DEVICE_LIMIT_S, Device, Event
 from kvpool_connector.contract.errors import ConfigError, StoreSetupError
 from kvpool_connector.contract.layout import Region, ShardLayout
-from kvpool_connector.contract.shards import RankShards, Shard
+from kvpool_connector.contract.shards import RankShards
 from kvpool_connector.contract.store import CacheStore, SessionStore, Store
-from kvpool_connector.contract.topology import HeadRange, Rank, Topology, Writer
+from kvpool_connector.contract.topology import HeadRange, Rank, Topology
 from kvpool_connector.counters import Counters
 from kvpool_connector.epoch import newest_epoch
 from kvpool_connector.events import StoredKeys
@@ -38,12 +38,13 @@ from kvpool_connector.layer_loader import LayerLoad, LayerLoader
 from kvpool_connector.layer_plan import LayerPlan
 from kvpool_connector.layer_saver import LayerSave, LayerSaver
 from kvpool_connector.layer_transfer import LayerTransfer
-from kvpool_connector.loader import Load, Loader, ShardLoad
+from kvpool_connector.loader import Load, Loader
 from kvpool_connector.lookup_socket import LookupServer
 from kvpool_connector.metadata import LoadJob, LoadReport, SaveJob, StepMetadata
 from kvpool_connector.outage import Outage
+from kvpool_connector.rank_part import RankPart, ShardBlocks
 from kvpool_connector.registration import GroupSpec, merged, read_layouts
-from kvpool_connector.saver import Saver, ShardSave
+from kvpool_connector.saver import Saver
 from kvpool_connector.staging import Staging
 from kvpool_connector.tracing import SaveSpan, Timer, Trace
 from kvpool_connector.transfer import DirectTransfer, PackedTransfer, Transfer
@@ -85,13 +86,9 @@ class PoolWorker:
         self._stored = StoredKeys() if reports_stored else None
         self._timers: dict[str, tuple[Timer, int]] = {}
         self.counters = Counters()
-        self._writers: tuple[Writer, ...] = ()
-        """By group."""
         self._fence = Fence(settings.fence_timeout_s)
         self._outage = Outage(self._clock, settings.outage_pause_s)
-        self._shards: list[Shard] = []
-        self._shards_of: list[list[int]] = []
-        """By group, which of `_shards` hold it."""
+        self._part: RankPart | None = None
         self._descriptors: list[Descriptor] = []
         self._epoch = 0
         self._step_number = 0
@@ -133,9 +130,7 @@ class PoolWorker:
             if (layers := tuple(layer for layer in layout.layers if cuts.part(layer.label) == part))
         ]
         topologies = [self._topology.with_heads(group.num_heads) for group in groups]
-        self._writers = tuple(topology.writer(self._rank) for topology in topologies)
         layouts, heads = self._split(whole, groups, topologies)
-        self._shards_of = [[i for i, one in enumerate(layouts) if one.group == index] for index in range(len(groups))]
         context = self._topology.context(self._rank)
         transfers, checksum = self._transfers(layouts, kv_caches)
         self._descriptors = [
@@ -144,10 +139,13 @@ class PoolWorker:
         ]
         namespace = self._settings.namespace
         self._epoch = newest_epoch(lambda keys: statuses_of(self._store.exist, keys), namespace)
-        descriptors = tuple(tuple(self._descriptors[i] for i in shards) for shards in self._shards_of)
-        announced = RankShards(self._rank, namespace, self._epoch, self._writers, descriptors)
-        self._shards = [shard for index in range(len(groups)) for shard in announced.shards(index)]
-        self._describe(self._epoch)
+        writers = tuple(topology.writer(self._rank) for topology in topologies)
+        descriptors = tuple(
+            tuple(one for one in self._descriptors if one.group == index) for index in range(len(groups))
+        )
+        announced = RankShards(self._rank, namespace, self._epoch, writers, descriptors)
+        self._part = RankPart(announced)
+        self._describe(self._part, self._epoch)
         settings = self._settings
         self._saver = Saver(
             transfers,
@@ -164,12 +162,12 @@ class PoolWorker:
             self._go_by_layers(layouts, kv_caches, [transfer.stored_bytes for transfer in transfers], states)
         return announced
 
-    def _describe(self, epoch: int) -> None:
+    def _describe(self, part: RankPart, epoch: int) -> None:
         """Say in the pool what it holds, for people, tools and other engines; one that is full or down does without."""
         if self._hashing is not None and self._rank == Rank():
             check_hashing(self._hashing, self._store, self._settings.namespace, epoch)
-        for shard, descriptor in zip(self._shards, self._descriptors, strict=True):
-            if self._writers[descriptor.group].index == 0:
+        for shard, descriptor in zip(part.shards, self._descriptors, strict=True):
+            if part.writers[descriptor.group].index == 0:
                 self._store.write(replace(shard, epoch=epoch).descriptor_key(), descriptor.to_json().encode())
 
     def _split(
@@ -307,7 +305,8 @@ class PoolWorker:
         self._step_number = step.number
         if step.saves:
             self._begin_saves(step.saves)
-        self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(step.overwritten))
+        if step.overwritten:
+            self.counters.add("save_blocks_dropped_overwritten", self._fence.overwrite(step.overwritten))
         if step.loads:
             # A step in flight may still write blocks whose request has ended; a load must come behind it.
             self._before_step = self._device.record_event()
@@ -320,8 +319,9 @@ class PoolWorker:
         newest = max(job.epoch for job in jobs)
         if newest > self._epoch:
             self._epoch = newest
-            assert self._saver is not None, "register() comes first"
-            self._saver.soon(partial(self._describe, newest))
+            assert self._saver is not None and self._part is not None, "register() comes first"
+            self._part.move(newest)
+            self._saver.soon(partial(self._describe, self._part, newest))
         final = [job for job in jobs if job.final]
         if final:
             # Computed by earlier steps, so the event of now is late enough.
@@ -337,7 +337,7 @@ class PoolWorker:
         """
         if not step.loads:
             return
-        by_layers: dict[str, list[ShardLoad]] = {}
+        by_layers: dict[str, list[ShardBlocks]] = {}
         if self._layer_loader is not None:
             for job in step.loads:
                 if not job.between_steps:
@@ -372,14 +372,14 @@ class PoolWorker:
         if self._layer_save is not None and self._layer_saver is not None:
             self._layer_saver.computed(self._layer_save, layer_name, self._device.record_event())
 
-    def _by_layers(self, moves: Sequence[ShardLoad | ShardSave]) -> bool:
+    def _by_layers(self, moves: Sequence[ShardBlocks]) -> bool:
         """Whether a step moves these blocks layer by layer: always, or when it pays."""
         assert self._layer_plan is not None, "register() comes first"
         if self._settings.use_layerwise != "auto" or not moves:
             return bool(moves)
         num_blocks = Counter[int]()
         for move in moves:
-            num_blocks[move.shard] += len(move.keys)
+            num_blocks[move.shard] += len(move.block_ids)
         ranges = self._layer_plan.ranges
         return pays(
             [
@@ -410,7 +410,8 @@ class PoolWorker:
         """After the forward pass: queue this step's saves, and end its loads."""
         self._end_layer_load()
         if not self._saves_by_layers:
-            self._submit([job for job in step.saves if not job.final])
+            if step.saves:
+                self._submit([job for job in step.saves if not job.final])
         elif self._layer_save is not None and self._layer_saver is not None:
             self._layer_saver.close(self._layer_save, self._device.record_event())
             self._layer_save = None
@@ -490,29 +491,15 @@ class PoolWorker:
         assert self._loader is not None, "register() comes first"
         return self._loader
 
-    def _shard_loads(self, job: LoadJob) -> list[ShardLoad]:
-        loads = []
-        for group in job.blocks:
-            for index in self._shards_of[group.group]:
-                keys = replace(self._shards[index], epoch=job.epoch).keys(group.block_hashes, job.tag)
-                loads.append(ShardLoad(index, keys, group.block_ids))
-        return loads
+    def _shard_loads(self, job: LoadJob) -> list[ShardBlocks]:
+        assert self._part is not None, "register() comes first"
+        return self._part.of_load(job)
 
-    def _shard_saves(self, job: SaveJob) -> list[ShardSave]:
-        """This rank's part of a job: of content that several ranks hold, each writes its share."""
-        saves: list[ShardSave] = []
-        for group in job.blocks:
-            hashes: Sequence[bytes] = group.block_hashes
-            block_ids: Sequence[int] = group.block_ids
-            writer = self._writers[group.group]
-            if writer.count > 1:
-                mine = [i for i, block_hash in enumerate(hashes) if writer.writes(block_hash)]
-                hashes, block_ids = [hashes[i] for i in mine], [block_ids[i] for i in mine]
-            for index in self._shards_of[group.group] if hashes else ():
-                keys = replace(self._shards[index], epoch=job.epoch).keys(hashes, job.tag)
-                saves.append(ShardSave(index, keys, block_ids))
+    def _shard_saves(self, job: SaveJob) -> list[ShardBlocks]:
+        assert self._part is not None, "register() comes first"
+        saves = self._part.of_save(job)
         if self._trace and saves:
             timer = Timer(self._trace, "kvpool.save", job.request_id, job.trace_headers)
-            span = SaveSpan(timer, sum(len(save.keys) for save in saves), str(self._rank))
+            span = SaveSpan(timer, sum(len(save.block_ids) for save in saves), str(self._rank))
             saves = [replace(save, span=span) for save in saves]
         return saves
