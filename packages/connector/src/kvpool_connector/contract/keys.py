@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, tee
 from urllib.parse import quote, unquote
 
 from kvpool_connector.contract.errors import KeyFormatError
@@ -50,7 +51,7 @@ class Key:
         if not self.fingerprint:
             return f"{PREFIX}/{quote(self.namespace, safe='')}/{self.epoch}/{self.name}"
         scope = scope_of(self.namespace, self.epoch, self.fingerprint)
-        return object_keys(scope, [self.block_hash], self.tag)[0] if self.block_hash else f"{scope}/descriptor"
+        return object_keys([scope], [self.block_hash], self.tag)[0] if self.block_hash else f"{scope}/descriptor"
 
 
 @lru_cache(256)
@@ -59,9 +60,18 @@ def scope_of(namespace: str, epoch: int, fingerprint: str) -> str:
     return f"{PREFIX}/{quote(namespace, safe='')}/{epoch}/{fingerprint}"
 
 
-def object_keys(scope: str, block_hashes: Iterable[bytes], tag: str) -> list[str]:
-    """The keys of blocks' objects under a scope. Requests have a thousand and more of them: nothing slow in here."""
-    keys = map(f"{scope}/".__add__, map(bytes.hex, block_hashes))
+def object_keys(scopes: Sequence[str], block_hashes: Iterable[bytes], tag: str) -> list[str]:
+    """The keys of blocks' objects under one or more scopes, block by block.
+
+    Requests have a thousand and more of them: nothing slow in here.
+    """
+    texts = map(bytes.hex, block_hashes)
+    if len(scopes) == 1:
+        keys: Iterable[str] = map(f"{scopes[0]}/".__add__, texts)
+    else:
+        # A hash is printed once for all scopes, and keys are made in the order in which the store reads them.
+        by_scope = zip(scopes, tee(texts, len(scopes)), strict=True)
+        keys = chain.from_iterable(zip(*(map(f"{scope}/".__add__, its) for scope, its in by_scope), strict=True))
     return [f"{key}+{tag}" for key in keys] if tag else list(keys)
 
 

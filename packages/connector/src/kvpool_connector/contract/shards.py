@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 from kvpool_connector.contract.descriptor import Descriptor, LayerContent
 from kvpool_connector.contract.errors import TopologyError
@@ -23,7 +22,8 @@ class Shard:
     fingerprint: str
 
     @cached_property
-    def _scope(self) -> str:
+    def scope(self) -> str:
+        """What the keys of this shard's objects begin with."""
         return scope_of(self.namespace, self.epoch, self.fingerprint)
 
     def key(self, block_hash: bytes, tag: str = "") -> str:
@@ -32,7 +32,7 @@ class Shard:
 
     def keys(self, block_hashes: Iterable[bytes], tag: str) -> list[str]:
         """Keys of the objects that hold this shard of the blocks."""
-        return object_keys(self._scope, block_hashes, tag)
+        return object_keys([self.scope], block_hashes, tag)
 
     def descriptor_key(self) -> str:
         """Key under which the pool keeps the descriptor that the fingerprint stands for."""
@@ -126,8 +126,7 @@ class ShardMap:
 
     def keys(self, group: int, block_hashes: Sequence[bytes], tag: str = "") -> list[str]:
         """Keys of all objects that hold the blocks, block by block: the very keys that the holders save and load."""
-        by_shard = [shard.keys(block_hashes, tag) for shard in self._shards[group]]
-        return list(chain.from_iterable(zip(*by_shard, strict=True))) if len(by_shard) > 1 else by_shard[0]
+        return object_keys([shard.scope for shard in self._shards[group]], block_hashes, tag)
 
     @staticmethod
     def _check_agreement(by_rank: dict[Rank, RankShards]) -> None:

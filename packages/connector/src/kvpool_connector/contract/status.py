@@ -55,4 +55,5 @@ OUTAGES = (Status.TIMEOUT, Status.UNAVAILABLE)
 
 def num_outages(statuses: Sequence[Status]) -> int:
     """How many of them speak of the store's health; lookups have thousands."""
-    return sum(map(statuses.count, OUTAGES))
+    known = statuses.count(Status.OK) + statuses.count(Status.MISS)
+    return sum(map(statuses.count, OUTAGES)) if known < len(statuses) else 0
