@@ -22,17 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.layerwise import PAGE, ROOT, WAYS, Bench, pool
+from bench.layerwise import PAGE, ROOT, WAYS, pool
 from bench.measure import Row, spread
-from kvpool_connector.config import PoolSettings
-from kvpool_connector.contract.descriptor import ModelIdentity
-from kvpool_connector.contract.topology import Rank, Topology
-from kvpool_connector.host import HostDevice
-from kvpool_connector.registration import GroupSpec
-from kvpool_connector.worker import PoolWorker
-from kvpool_simulator.device import allocate
+from bench.real_time import EngineBench
 from kvpool_simulator.device.models import Mla, Model, model, rank_spec
-from tests.targets.borrowed import Borrowed
 
 RESULTS = ROOT / "bench" / "layered_models.json"
 BEGIN, END = "<!-- models: begin -->\n", "<!-- models: end -->\n"
@@ -62,76 +55,46 @@ MODELS = (
 )
 
 
-class ModelBench(Bench):
-    """One rank with a model's caches, by every way of transfer."""
-
-    def __init__(self, store: Any, deployed: Deployed, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        caches = allocate(rank_spec(deployed.model, **deployed.options), num_blocks)
-        self.caches = caches.kv_caches
-        names = tuple(entry.layer_name for entry in caches.spec.entries)
-        self.names = [name for name in names if ".indexer." not in name]
-        self.workers = {}
-        for way, settings in MODEL_WAYS.items():
-            options = {"load_timeout_s": 120, "namespace": f"{way}-{uuid.uuid4().hex[:8]}", **settings}
-            worker = PoolWorker(
-                PoolSettings.model_validate(options),
-                Borrowed(store),
-                HostDevice(),
-                Topology(1),
-                Rank(),
-                ModelIdentity(deployed.name),
-            )
-            worker.register(self.caches, [GroupSpec(names, deployed.model.block_size, num_blocks, kind="latent")])
-            self.workers[way] = worker
-
-    @property
-    def object_bytes(self) -> int:
-        """Bytes of one block."""
-        plan = self.workers["layers"]._layer_plan
-        assert plan is not None
-        return sum(piece.layout.object_bytes for piece in plan.ranges[0])
-
-
 def measure(store: Any, deployed: Deployed, num_blocks: int, repeats: int) -> dict[str, Any]:
-    """One point: milliseconds of packed transfer without computing, and ratios by what is done and against what."""
-    bench = ModelBench(store, deployed, num_blocks)
-    ways = list(MODEL_WAYS)
-    for turn in (-2, -1):
-        for way in ways:  # Warms memory, staging and connections.
-            bench.save(way, turn, 0.0)
-            bench.load(way, turn, 0.0)
-    # A layer's part of a packed load: measured again in every turn, since the machine has other load, which changes.
-    whole = [bench.load("packed", -1, 0.0) for _ in range(RECENT)]
-    for turn in (-2, -1):
-        bench.forget(store, turn)
+    """One point: milliseconds of computing, and ratios by what is done and against what."""
+    spec = rank_spec(deployed.model, **deployed.options)
+    benches = {
+        way: EngineBench(store, spec, deployed.model.block_size, num_blocks, settings)
+        for way, settings in MODEL_WAYS.items()
+    }
+    ways, packed = list(benches), benches["packed"]
+    for turn in (-3, -2):
+        for bench in benches.values():  # Warms memory, staging and connections.
+            bench.save(turn, 0.0)
+            bench.load(turn, 0.0)
+    # A load's time without computing: measured again in every turn, since the machine has other load, which changes.
+    whole = [packed.load(-2, 0.0) for _ in range(RECENT)]
     taken: dict[str, dict[str, list[float]]] = {what: {way: [] for way in ways} for what in ("load", "save")}
     path: dict[str, dict[str, list[float]]] = {what: {way: [] for way in ways} for what in ("load", "save")}
     for turn in range(repeats):
         order = ways[turn % len(ways) :] + ways[: turn % len(ways)]
-        for what, move in (("save", bench.save), ("load", bench.load)):
-            layer_s = statistics.median(whole[-RECENT:]) / len(bench.names)
-            for way in order:
-                taken[what][way].append(move(way, turn, layer_s))
-                path[what][way].append(bench.step_s - layer_s * len(bench.names))
-            whole.append(bench.load("packed", turn, 0.0))
-        bench.forget(store, turn)
-    bench.close()
-    computing_s = statistics.median(whole)
+        computing_s = statistics.median(whole[-RECENT:])
+        for way in order:
+            token_s, saved_s = benches[way].save(turn, computing_s)
+            taken["save"][way].append(saved_s)
+            path["save"][way].append(token_s - computing_s)
+        for way in order:
+            token_s = benches[way].load(turn, computing_s)
+            taken["load"][way].append(token_s)
+            path["load"][way].append(token_s - computing_s)
+        whole.append(packed.load(turn, 0.0))
+    for bench in benches.values():
+        bench.close()
     found: dict[str, Any] = {
         "model": deployed.name,
-        "layers": len(bench.names),
+        "layers": deployed.model.num_layers,
         "blocks": num_blocks,
-        "object_bytes": bench.object_bytes,
-        "computing_ms": round(computing_s * 1e3, 3),
+        "object_bytes": packed.object_bytes,
+        "computing_ms": round(statistics.median(whole) * 1e3, 3),
     }
-    # To sleep takes longer than asked for, which is no doing of the pool's.
-    more_s = (
-        statistics.median(_computing(len(bench.names), computing_s / len(bench.names)) for _ in range(5)) - computing_s
-    )
     for what, by_way in taken.items():
         found[f"{what}_path_ms"] = {
-            way: round(max(0.0, statistics.median(steps) - more_s) * 1e3, 2) for way, steps in path[what].items()
+            way: round(max(0.0, statistics.median(steps)) * 1e3, 2) for way, steps in path[what].items()
         }
         found[what] = {
             way: spread(mine / theirs for mine, theirs in zip(by_way["layers"], by_way[way], strict=True))
@@ -139,14 +102,6 @@ def measure(store: Any, deployed: Deployed, num_blocks: int, repeats: int) -> di
             if way != "layers"
         }
     return found
-
-
-def _computing(num_layers: int, layer_s: float) -> float:
-    """Seconds of a step without a pool."""
-    start = time.perf_counter()
-    for _ in range(num_layers):
-        time.sleep(layer_s)
-    return time.perf_counter() - start
 
 
 def measured(repeats: int, *, first_only: bool = False) -> Iterator[dict[str, Any]]:

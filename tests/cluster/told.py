@@ -57,7 +57,12 @@ class Told:
                 tokens = tuple(request.truth.tokens[index * size : (index + 1) * size])
                 if block is not None and (block.token_ids, block.block_size) != (tokens, size):
                     self.violations.append(f"block {name.hex()} of group {group} was told with other tokens")
-                if block is None and objects and _whole(side.shards, group, name, objects):
+                if (
+                    block is None
+                    and objects
+                    and _whole(side.shards, group, name, objects)
+                    and not any(_dropped_some_of(other, group, name) for other in engines)
+                ):
                     self.violations.append(f"block {name.hex()} of group {group} is in the pool, and nobody told it")
         return self.violations[:20]
 
@@ -65,6 +70,16 @@ class Told:
         """Keys in the pool, without what keeps adapters and salts apart: it is in the hash too."""
         known = self._master.service.master.keys()
         return {key.split("+")[0] for key in known}
+
+
+def _dropped_some_of(engine: Engine, group: int, name: bytes) -> bool:
+    """Whether an engine that dropped saves still waits for parts of a block: it does not learn who stored those."""
+    side = engine.scheduler.connector
+    assert isinstance(side, PoolSchedulerSide)
+    workers = [rank.side.worker for rank in engine.ranks if isinstance(rank.side, PoolWorkerSide)]
+    dropped = any(count.startswith("save_blocks_dropped_") for worker in workers for count in worker.counters.totals())
+    keys = {shard.key(name) for shard in side.shards.shards(group)}
+    return dropped and any(keys == {key.split("+")[0] for key in waiting} for waiting in side.events._waiting)
 
 
 def _whole(shards: ShardMap, group: int, name: bytes, objects: set[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,17 @@ def test_a_key_that_another_takes_is_not_stored_and_not_touched(fresh_world: Wor
     assert rank.counts() == {"save_blocks_dropped_lost": NUM_BLOCKS}
     for i, key in enumerate(rank.keys):
         assert get(other, key, 64) == (64, bytes([i]) * 64)
+    # The client cannot let go of such a session as long as the other's object is there, and can once it is gone.
+    rank.save()
+    assert rank.counts() == {"save_blocks_dropped_lost": 2 * NUM_BLOCKS}
+    fresh_world.advance(LEASE_S + 0.5)
+    assert [other.remove(key) for key in rank.keys] == [0] * NUM_BLOCKS
+    rank.fill(1)
+    rank.save()
+    assert rank.counts()["save_blocks_stored"] == NUM_BLOCKS
+    assert not rank.worker._layer_saver._stuck
     rank.worker.close()
+    read_back(fresh_world, 1)
 
 
 def test_a_session_past_the_discard_time_is_stored_or_not_as_counted(fresh_world: World, other: Any) -> None:
@@ -113,11 +124,16 @@ def test_c8_what_a_dead_client_began_is_a_miss_until_another_stores_it(
 ) -> None:
     """The store answers 0 to whoever puts a key that another has begun: nobody takes that for stored."""
     rank = LayeredRank(fresh_world, 2, use_layerwise=by_layers)
+    began = time.monotonic()
     assert other.batch_put_session_start(rank.keys, [2 * MIB] * NUM_BLOCKS) == [0] * NUM_BLOCKS
     rank.fill(1)
     for _ in range(2):
         rank.save()
-        assert rank.store.exist(rank.keys) == [Status.MISS] * NUM_BLOCKS
+        found = rank.store.exist(rank.keys)
+        if time.monotonic() - began >= DISCARD_S:
+            # So slow a machine that real Mooncake may have given the keys up.
+            break
+        assert found == [Status.MISS] * NUM_BLOCKS
         step = rank.begin_load()
         for layer in rank.layers:
             rank.worker.wait_layer(layer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpool_connector.layer_cost import Work, best_num_ranges, layers_s, pays, whole_s
@@ -27,6 +29,13 @@ def v32(num_blocks: int, num_ranges: int = 14) -> Work:
 )
 def test_large_objects_in_several_ranges_pay(work: list[Work], expected: bool) -> None:
     assert pays(work) is expected
+
+
+def test_checksums_are_a_range_that_no_computing_covers() -> None:
+    assert pays([replace(v32(16), checksums=True)])
+    # Where layers hardly pay, one range more is too much.
+    least = min(size for size in range(100_000, 2_000_000, 1000) if pays([Work(8, size, best_num_ranges(size))]))
+    assert not pays([Work(8, least, best_num_ranges(least), checksums=True)])
 
 
 def test_with_nothing_to_compute_ranges_cost_more() -> None:

@@ -349,6 +349,32 @@ def test_two_requests_load_one_key() -> None:
         assert rig.read(4) == rig.read(5) == rig.expected(11)
 
 
+def test_a_save_neither_revokes_nor_ends_what_another_save_of_that_key_has_half_written() -> None:
+    with layer_rig() as rig:
+        begin_put, late, later = rig.store.begin_put, threading.Event(), threading.Event()
+        rig.store.range_gates = {RANGE_BYTES: late}
+        rig.save_all({1: 11})
+        until(lambda: {("put", 0), ("put", RANGE_BYTES)} <= set(rig.store.asked))
+        # Of the second save the store does not say whether it began.
+        rig.store.begin_put = lambda keys, sizes: [Status.TIMEOUT] * len(keys)  # type: ignore[method-assign]
+        rig.save_all({2: 11})
+        until(lambda: rig.counts().get("save_queue_left") == 1)
+        rig.store.begin_put = begin_put  # type: ignore[method-assign]
+        # A third would begin anew if the second had revoked, and the first would end it without its first layer.
+        rig.clock.time = 6  # No outage lasts so long.
+        rig.store.range_gates[0] = later
+        rig.save_all({3: 11})
+        threading.Event().wait(0.01)
+        late.set()
+        until(lambda: rig.counts().get("save_queue_left") == 3 or rig.stored())
+        later.set()
+        assert rig.ended()
+        assert rig.stored() == {rig.key(11): rig.expected(11)}
+        assert rig.store.revoked == []
+        assert rig.counts()["save_blocks_stored"] == 1
+        assert rig.counts()["save_blocks_present"] == 2
+
+
 def test_loads_run_ahead_no_further_than_told() -> None:
     with layer_rig(layerwise_prefetch_layers=1) as rig:
         rig.save_all({1: 11})

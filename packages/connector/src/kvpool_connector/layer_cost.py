@@ -12,6 +12,8 @@ from dataclasses import dataclass
 COMPUTING_OF_TRANSFER = 0.5
 """Assumed computing of a step, as a part of the time of moving its blocks whole. More only adds to what layers gain."""
 
+CALL_S = 1.4e-4
+"""Seconds of a range's call beside its blocks."""
 BYTE_S = 6.5e-10
 """Seconds of moving one byte."""
 RANGE_S = 3.6e-5
@@ -26,6 +28,8 @@ class Work:
     object_bytes: int
     num_ranges: int
     """Ranges that a block is moved in, layer by layer."""
+    checksums: bool = False
+    """Whether its object carries checksums: a range more, read before the first layer and written after the last."""
 
 
 def whole_s(work: Sequence[Work]) -> float:
@@ -38,7 +42,7 @@ def layers_s(work: Sequence[Work]) -> float:
     return sum(
         4.4e-4
         + 3.3e-5 * one.num_blocks
-        + one.num_ranges * (1.4e-4 + RANGE_S * one.num_blocks)
+        + one.num_ranges * (CALL_S + RANGE_S * one.num_blocks)
         + BYTE_S * one.num_blocks * one.object_bytes
         for one in work
     )
@@ -49,8 +53,9 @@ def pays(work: Sequence[Work]) -> bool:
     whole, layers = whole_s(work), layers_s(work)
     computing = COMPUTING_OF_TRANSFER * whole
     num_ranges = max((one.num_ranges for one in work), default=1)
-    # A pipeline of two stages: the shorter one shows at one end only.
-    return max(layers, computing) + min(layers, computing) / num_ranges < whole + computing
+    # A pipeline of two stages: the shorter one shows at one end only. No computing goes on beside the checksums' range.
+    sums = sum(CALL_S + RANGE_S * one.num_blocks for one in work if one.checksums)
+    return max(layers, computing) + min(layers, computing) / num_ranges + sums < whole + computing
 
 
 def best_num_ranges(object_bytes: int) -> int:

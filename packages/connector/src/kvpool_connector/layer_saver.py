@@ -42,6 +42,8 @@ class _Object:
     """Ranges that are not in yet."""
     sums: bytearray
     """Its checksums, as far as its ranges are in; empty where none are made."""
+    mine: bool = False
+    """Its key's session is this object's to begin and to end."""
     opened: bool = False
     """A session may be open in the store."""
     status: Status | None = None
@@ -125,6 +127,11 @@ class LayerSaver:
         self._num_queued = 0
         self._lock = threading.Lock()
         self._told: set[str] = set()
+        self._writing: set[str] = set()
+        """Keys that some object under way has to itself: the store knows sessions by key, so that ending or revoking one
+        would end, or revoke, what another object of that key has half written."""
+        self._stuck: set[str] = set()
+        """Keys whose sessions this client could not let go of, since the store had given them to another."""
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-saver")
 
     def open(self, saves: Sequence[ShardBlocks]) -> LayerSave | None:
@@ -271,13 +278,44 @@ class LayerSaver:
                 return
             # Taken before the call, so that the age is never thought less than it is.
             begun_at = self._clock.now()
-            keys = [one.key for one in shard.objects]
+            self._claim(shard)
+            self._unstick(shard)
+            begun = [one for one in shard.objects if one.open]
+            keys = [one.key for one in begun]
             statuses = statuses_of(self._store.begin_put, keys, [self._object_bytes[piece.shard]] * len(keys))
-            for one, status in zip(shard.objects, statuses, strict=True):
+            for one, status in zip(begun, statuses, strict=True):
                 one.opened = status.ok or status.outage
                 if not status.ok:
                     one.status = status
             shard.begun_at = begun_at
+
+    def _claim(self, shard: _Shard) -> None:
+        """Have the keys to oneself; what another object has is being written already."""
+        with self._lock:
+            for one in shard.objects:
+                one.mine = one.key not in self._writing
+                if one.mine:
+                    self._writing.add(one.key)
+                else:
+                    one.status = Status.EXISTS
+
+    def _unclaim(self, shard: _Shard) -> None:
+        with self._lock:
+            self._writing.difference_update([one.key for one in shard.objects if one.mine])
+
+    def _unstick(self, shard: _Shard) -> None:
+        """A session that another writer took can be let go of once that writer's object is gone; until then it is lost."""
+        stuck = [one for one in shard.objects if one.mine and one.key in self._stuck]
+        for one, status in zip(stuck, self._revoked([one.key for one in stuck]), strict=True):
+            if not status.ok:
+                one.fault = one.fault or "lost"
+
+    def _revoked(self, keys: Sequence[str]) -> list[Status]:
+        """Let go of sessions, and remember those that stay."""
+        statuses = statuses_of(self._store.revoke_put, keys)
+        for key, status in zip(keys, statuses, strict=True):
+            (self._stuck.discard if status.ok else self._stuck.add)(key)
+        return statuses
 
     def _fresh(self, shard: _Shard) -> bool:
         return shard.begun_at is not None and self._clock.now() - shard.begun_at < self._session_limit_s
@@ -300,6 +338,8 @@ class LayerSaver:
             # Nobody asks this thread how it went; what was not ended is not visible.
             logger.exception("event=layer_save_failed blocks=%d", save.num_blocks)
         finally:
+            for shard in save.shards.values():
+                self._unclaim(shard)
             with self._lock:
                 self._num_queued -= save.num_blocks
             self._counters.add("save_queue_left", save.num_blocks)
@@ -323,9 +363,7 @@ class LayerSaver:
             else:
                 # Another writer has the key, or the store gave the session up: nothing is stored by this one.
                 one.fault = "lost"
-        statuses_of(
-            self._store.revoke_put, [one.key for one in shard.objects if one.opened and one.status is not Status.OK]
-        )
+        self._revoked([one.key for one in shard.objects if one.opened and one.status is not Status.OK])
         if audit := self._audits[number]:
             stored = [one for one in whole if one.status is Status.OK]
             expect = partial(self._transfer.expect, [one.sums for one in stored])

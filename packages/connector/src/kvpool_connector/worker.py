@@ -383,7 +383,12 @@ class PoolWorker:
         ranges = self._layer_plan.ranges
         return pays(
             [
-                Work(count, sum(piece.layout.object_bytes for piece in ranges[shard]), len(ranges[shard]))
+                Work(
+                    count,
+                    sum(piece.layout.object_bytes for piece in ranges[shard]),
+                    len(ranges[shard]),
+                    checksums=self._integrity[shard] is not None,
+                )
                 for shard, count in num_blocks.items()
             ]
         )
