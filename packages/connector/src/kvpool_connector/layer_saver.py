@@ -128,8 +128,8 @@ class LayerSaver:
         self._lock = threading.Lock()
         self._told: set[str] = set()
         self._writing: set[str] = set()
-        """Keys that some object under way has to itself: the store knows sessions by key, so that ending or revoking one
-        would end, or revoke, what another object of that key has half written."""
+        """Keys that some object under way has to itself. The store knows sessions by key: to end or revoke one would end,
+        or revoke, what another object of that key has half written."""
         self._stuck: set[str] = set()
         """Keys whose sessions this client could not let go of, since the store had given them to another."""
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-saver")
@@ -304,7 +304,7 @@ class LayerSaver:
             self._writing.difference_update([one.key for one in shard.objects if one.mine])
 
     def _unstick(self, shard: _Shard) -> None:
-        """A session that another writer took can be let go of once that writer's object is gone; until then it is lost."""
+        """Let go of sessions that another writer took: the store allows it once that one's object is gone."""
         stuck = [one for one in shard.objects if one.mine and one.key in self._stuck]
         for one, status in zip(stuck, self._revoked([one.key for one in stuck]), strict=True):
             if not status.ok:
