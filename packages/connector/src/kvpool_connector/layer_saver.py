@@ -128,8 +128,8 @@ class LayerSaver:
         self._lock = threading.Lock()
         self._told: set[str] = set()
         self._writing: set[str] = set()
-        """Keys that some object under way has to itself. The store knows sessions by key: to end or revoke one would end,
-        or revoke, what another object of that key has half written."""
+        """Keys that some object under way has to itself. The store knows sessions by key: to end or revoke one would
+        end, or revoke, what another object of that key has half written."""
         self._stuck: set[str] = set()
         """Keys whose sessions this client could not let go of, since the store had given them to another."""
         self._threads = ThreadPoolExecutor(RANGES_IN_FLIGHT, thread_name_prefix="kvpool-layer-saver")
