@@ -141,7 +141,7 @@ class Bench:
     def forget(self, store: Any, turn: int) -> None:
         """Take a turn's objects out of the pool."""
         for worker in self.workers.values():
-            shard = worker._shards[0]
+            shard = worker._part.shards[0]
             store.remove([shard.key(block_hash) for block_hash in self.blocks(turn)[0].block_hashes], force=True)
 
     def close(self) -> None:

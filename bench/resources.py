@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
+import os
 import re
 import resource
 import subprocess
@@ -33,6 +35,8 @@ NUM_REQUESTS = 1_000_000
 NUM_LOADS = 100_000
 STALL_BLOCKS = 16
 V32_PAGES = (131072, 16384, 32768)
+NOTED_S = 1e-4
+"""Looks at the clock that lie further apart are a stall."""
 STALL_WAYS = {way: {"transfer": way} for way in ("packed", "direct")}
 
 
@@ -103,19 +107,49 @@ def memory(short: bool) -> list[Row]:
     ]
 
 
-def longest_gap(act: Callable[[], object]) -> float:
-    """The longest time in seconds that this thread, which does nothing but look at the clock, stood while `act` ran."""
+class CoreWait:
+    """How long this thread has waited for a core, as the kernel counts it (Linux: `schedstat`).
+
+    The file is read without giving up Python's lock, since to get that back is what is measured.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._buffer = ctypes.create_string_buffer(128)
+        self._pread = ctypes.PyDLL(None).pread
+
+    def __call__(self) -> float:
+        """Seconds since the thread began."""
+        size = self._pread(self._file, self._buffer, 127, 0)
+        return int(self._buffer.raw[:size].split()[1]) * 1e-9
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def longest_gaps(act: Callable[[], object]) -> tuple[float, float]:
+    """The longest time in seconds that this thread, which does nothing but look at the clock, stood while `act` ran;
+    and the longest without the time that it waited for a core: the time that it waited for Python's lock."""
+    core_wait = CoreWait()
     thread = threading.Thread(target=act)
-    clock, longest = time.perf_counter, 0.0
+    clock, longest, longest_locked = time.perf_counter, 0.0, 0.0
+    waited = core_wait()
     thread.start()
     last = clock()
     while thread.is_alive():
         for _ in range(200):
             now = clock()
-            longest = max(longest, now - last)
+            if now - last > NOTED_S:
+                before, waited = waited, core_wait()
+                longest = max(longest, now - last)
+                longest_locked = max(longest_locked, now - last - (waited - before))
             last = now
+        waited = core_wait()
+        last = clock()
     thread.join()
-    return longest
+    core_wait.close()
+    return longest, longest_locked
 
 
 def load_elsewhere(address: str, connection: Connection) -> None:
@@ -133,7 +167,7 @@ def load_elsewhere(address: str, connection: Connection) -> None:
 
 def stalls(repeats: int) -> list[Row]:
     """Milliseconds, by direction and way; first what the machine does without any and with another process's load."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     with real_master(2 << 30, lease_s=10) as master:
         ours, theirs = Pipe()
         other = get_context("spawn").Process(target=load_elsewhere, args=(master.address, theirs), daemon=True)
@@ -150,9 +184,9 @@ def stalls(repeats: int) -> list[Row]:
                 move = getattr(bench, what)
                 acts[f"{what}, {way}"] = lambda move=move, way=way, turn=turn: move(way, turn, 0.0)
             for name, act in acts.items():
-                gap = longest_gap(act)
+                gaps = longest_gaps(act)
                 if turn:  # The first turn warms memory and connections.
-                    found.setdefault(name, []).append(gap * 1e3)
+                    found.setdefault(name, []).append(gaps)
             bench.forget(store, turn)
         ours.send(False)
         other.join(30)
@@ -161,12 +195,13 @@ def stalls(repeats: int) -> list[Row]:
     return [
         Row(
             "Stall",
-            f"longest stall of the engine's thread, {STALL_BLOCKS} blocks of DeepSeek-V3.2 over TCP, {name}",
+            f"longest stall of the engine's thread, {STALL_BLOCKS} blocks of DeepSeek-V3.2 over TCP, {name}{cause}",
             "in milliseconds",
-            **spread(gaps),
+            **spread(gap[i] * 1e3 for gap in gaps),
             at_most=3.0 if name in ("save, packed", "load, packed") else None,
         )
         for name, gaps in found.items()
+        for i, cause in enumerate(("", ": without its wait for a core"))
     ]
 
 

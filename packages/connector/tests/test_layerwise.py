@@ -15,6 +15,7 @@ from kvpool_connector.contract.errors import ConfigError
 from kvpool_connector.contract.status import Status
 from kvpool_connector.host import HostDevice
 from kvpool_connector.layer_cost import Work
+from kvpool_connector.layer_loader import LayerLoad
 from kvpool_connector.metadata import LoadJob, SaveJob, StepMetadata
 
 LAYERS = [f"model.layers.{i}.attn" for i in range(3)]
@@ -333,6 +334,37 @@ def test_a_load_that_ends_late_does_not_end_the_sessions_of_the_next() -> None:
         rig.worker.end_step(step)
         assert rig.worker.take_failed_blocks() == set()
         assert rig.read(5) == rig.expected(11)
+
+
+def test_a_range_that_is_left_out_after_the_deadline_fails_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with layer_rig() as rig:
+        rig.save_all({1: 11})
+        assert rig.ended()
+        threads, late = rig.worker._layer_loader._threads, []
+        submit, withdraw = threads.submit, LayerLoad.withdraw
+
+        def submit_all_but_the_last(move, load, piece, part):  # type: ignore[no-untyped-def]
+            if piece.index < 2:
+                submit(move, load, piece, part)
+            else:
+                late.append(lambda: move(load, piece, part))
+
+        def withdraw_and_let_it_begin(load: LayerLoad) -> None:
+            withdraw(load)
+            while late:
+                late.pop()()
+
+        monkeypatch.setattr(threads, "submit", submit_all_but_the_last)
+        monkeypatch.setattr(LayerLoad, "withdraw", withdraw_and_let_it_begin)
+        step = rig.begin_load({4: 11})
+        rig.worker.wait_layer(LAYERS[0])
+        rig.worker.wait_layer(LAYERS[1])
+        rig.clock.time = 1000
+        rig.worker.wait_layer(LAYERS[2])
+        rig.worker.end_step(step)
+        assert rig.read(4) != rig.expected(11)
+        assert rig.worker.take_failed_blocks() == {4}
+        assert rig.counts()["load_blocks_timeout"] == 1
 
 
 def test_two_requests_load_one_key() -> None:

@@ -253,7 +253,10 @@ class LayerLoader:
         try:
             if not load.withdrawn:
                 self._read(load, piece, part)
-            fault = None
+                fault = None
+            else:
+                # Whoever withdrew may look at what is left of this part only after it has ended.
+                fault = Status.TIMEOUT
         except DeviceLateError as error:
             tell_late(error, len(part.objects))
             fault = Status.DEVICE_LATE
@@ -263,7 +266,7 @@ class LayerLoader:
         finally:
             if fault is not None:
                 for one in part.objects:
-                    one.status = fault
+                    one.status = fault if one.status.ok else one.status
             with part.begin:
                 part.left -= 1
                 last = not part.left

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 RANGES_IN_FLIGHT = 2
 """One range is copied to staging while another is on the wire."""
+GONE = (Status.OK, Status.INVALID)
+"""Answers to a revoke after which the client has no session of that key."""
 
 
 @dataclass
@@ -307,14 +309,14 @@ class LayerSaver:
         """Let go of sessions that another writer took: the store allows it once that one's object is gone."""
         stuck = [one for one in shard.objects if one.mine and one.key in self._stuck]
         for one, status in zip(stuck, self._revoked([one.key for one in stuck]), strict=True):
-            if not status.ok:
+            if status not in GONE:
                 one.fault = one.fault or "lost"
 
     def _revoked(self, keys: Sequence[str]) -> list[Status]:
-        """Let go of sessions, and remember those that stay."""
+        """Let go of sessions, and remember those that stay; `INVALID` is a key that has none."""
         statuses = statuses_of(self._store.revoke_put, keys)
         for key, status in zip(keys, statuses, strict=True):
-            (self._stuck.discard if status.ok else self._stuck.add)(key)
+            (self._stuck.discard if status in GONE else self._stuck.add)(key)
         return statuses
 
     def _fresh(self, shard: _Shard) -> bool:
