@@ -6,8 +6,9 @@ Real Mooncake over TCP on loopback; a process of its own owns the memory. The en
 (`bench.real_time`). The caches are those that vLLM-Ascend registers for one rank, as the simulator allocates them:
 latent, rope and indexer of 61 layers of DeepSeek-V3.2, the indexer as an entry of its own, in bf16 or quantised with
 its scales, and a model with small pages of the same kinds. Computing takes as long as a packed load without any. All
-ways of transfer take turns in every repetition; what counts is the median of the ratios within one. `--write` puts what
-was measured into `bench/layered_models.json` and its table into `docs/layerwise.md`; `python -m bench` makes rows of it.
+ways of transfer take turns in every repetition; what counts is the median of the ratios within one. `--write` puts
+what was measured into `bench/layered_models.json` and its table into `docs/layerwise.md`; `python -m bench` makes rows
+of it.
 """
 
 from __future__ import annotations
