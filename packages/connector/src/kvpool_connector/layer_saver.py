@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 RANGES_IN_FLIGHT = 2
 """One range is copied to staging while another is on the wire."""
+MAX_STUCK = 65536
+"""Keys that are remembered because their sessions could not be let go of; some 20 MB."""
 GONE = (Status.OK, Status.INVALID)
 """Answers to a revoke after which the client has no session of that key."""
 
@@ -316,7 +318,10 @@ class LayerSaver:
         """Let go of sessions, and remember those that stay; `INVALID` is a key that has none."""
         statuses = statuses_of(self._store.revoke_put, keys)
         for key, status in zip(keys, statuses, strict=True):
-            (self._stuck.discard if status in GONE else self._stuck.add)(key)
+            if status in GONE:
+                self._stuck.discard(key)
+            elif len(self._stuck) < MAX_STUCK:
+                self._stuck.add(key)
         return statuses
 
     def _fresh(self, shard: _Shard) -> bool:
