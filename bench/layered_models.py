@@ -68,6 +68,8 @@ def measure(store: Any, deployed: Deployed, num_blocks: int, repeats: int) -> di
             bench.load(turn, 0.0)
     # A load's time without computing: measured again in every turn, since the machine has other load, which changes.
     whole = [packed.load(-2, 0.0) for _ in range(RECENT)]
+    for bench in benches.values():
+        bench.forget()
     taken: dict[str, dict[str, list[float]]] = {what: {way: [] for way in ways} for what in ("load", "save")}
     path: dict[str, dict[str, list[float]]] = {what: {way: [] for way in ways} for what in ("load", "save")}
     for turn in range(repeats):
@@ -82,6 +84,8 @@ def measure(store: Any, deployed: Deployed, num_blocks: int, repeats: int) -> di
             taken["load"][way].append(token_s)
             path["load"][way].append(token_s - computing_s)
         whole.append(packed.load(turn, 0.0))
+        for bench in benches.values():
+            bench.forget()
     for bench in benches.values():
         bench.close()
     found: dict[str, Any] = {

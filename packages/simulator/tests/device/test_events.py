@@ -58,6 +58,23 @@ def test_an_event_covers_only_what_was_queued_before_it() -> None:
     assert Stream(clock).record().query()
 
 
+def test_an_event_is_not_over_before_its_work_has_landed() -> None:
+    class Running(VirtualClock):
+        """Time passes between two looks at it."""
+
+        def now(self) -> float:
+            found = super().now()
+            self.advance(0.5)
+            return found
+
+    landed: list[int] = []
+    stream = Stream(Running())
+    stream.launch(lambda: landed.append(1), 1.0)
+    event = stream.record()
+    for _ in range(10):
+        assert not event.query() or landed
+
+
 def test_a_wait_ends_at_its_limit() -> None:
     clock = VirtualClock()
     stream = Stream(clock, sleep=clock.advance)
