@@ -4,8 +4,8 @@ time.
 The engine, its scheduler, its device's stream and the connector's two sides are those of the simulated cluster. Time is
 the machine's, threads run as they like, and a layer's computing is queued on the stream and lands when its time is
 over, so that a core is free for the transfer as it is beside an NPU. Of every block the first token's row is checked in
-three of the caches when their layer is computed: to look at every byte, as the cluster does, would take longer than what
-is measured.
+three of the caches when their layer is computed: to look at every byte, as the cluster does, would take longer than
+what is measured.
 """
 
 from __future__ import annotations
