@@ -17,7 +17,7 @@ FOUND_AT = {
     "a sliding window is one block short": 2,
     "a load does not wait for steps in flight": 73,
     "a reset resets nothing": 12,
-    "blocks are saved on top of a load that may have failed": 33,
+    "blocks are saved on top of a load that may have failed": 59,
     "blocks of failed loads stay in the engine's cache": 73,
     "keys do not tell adapters and salts apart": 7,
     "loads that failed between steps count as loaded": 13,
