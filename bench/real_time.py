@@ -42,7 +42,7 @@ from tests.cluster.sides import PoolSchedulerSide, PoolWorkerSide
 from tests.targets.borrowed import Borrowed
 
 LOOK_S = 0.0001
-"""How often the end of a step is looked for."""
+"""How often the end of a step is looked for. Looking without a sleep would take a core from the transfer."""
 LIMIT_S = 120.0
 
 
@@ -70,7 +70,7 @@ class RealTime:
         return True
 
     def sleep(self, seconds: float) -> None:
-        """Sleep."""
+        """Let real time pass: what is measured goes on meanwhile."""
         time.sleep(seconds)
 
     def pause(self) -> None:
