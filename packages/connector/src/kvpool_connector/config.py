@@ -235,9 +235,10 @@ class PoolSettings(_Settings):
     """Deployments share KV only within a namespace."""
     model_id: str | None = None
     """Identity of the weights, where the same model has other paths on other machines; none: the model's path."""
-    transfer: Literal["auto", "direct", "packed"] = "auto"
-    """`packed` moves a block through one staging buffer (what `auto` takes), `direct` piece by piece from and to the
-    cache."""
+    transfer: Literal["auto", "direct", "packed", "learnt"] = "auto"
+    """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache, `learnt` the way
+    that proves faster while serving. `auto`: `learnt` over TCP where the store prefers this worker's own segment, and
+    no checksums are asked for; else `packed`."""
     kv_head_split: Annotated[HeadSplit, BeforeValidator(_head_split)] = "rank"
     """Which KV heads share an object, so that [engines of other tensor parallel sizes](#kv_head_split) find it: all
     that a rank holds, each its own, or as many as a rank of every size in a list such as `[4, 8]` holds whole."""
@@ -302,7 +303,7 @@ class PoolSettings(_Settings):
             ("integrity", self.integrity != "off", "off"),
             ("audit_every", self.audit_every > 0, 0),
         ):
-            if asked and self.transfer == "direct":
+            if asked and self.transfer in ("direct", "learnt"):
                 raise ValueError(
                     f'{name} = {getattr(self, name)!r} needs the staging area; set transfer to "packed" or "auto", or '
                     f"{name} to {json.dumps(none)}"
@@ -310,12 +311,20 @@ class PoolSettings(_Settings):
         return self
 
     def beside(self, store: StoreSettings) -> Self:
-        """These settings, with `use_layerwise: auto` off where the store prefers this process's own memory.
+        """These settings, with what is `auto` decided where the store decides it.
 
-        There whole objects are copied within the process, while ranges go over the transport.
+        Where it prefers this process's own memory, whole objects are copied within the process, while ranges go over
+        the transport, and one copy may be faster than two.
         """
         own_memory = store.preferred_segment and store.global_segment_size > 0
-        return self.model_copy(update={"use_layerwise": False}) if self.use_layerwise == "auto" and own_memory else self
+        decided: dict[str, object] = {}
+        if self.use_layerwise == "auto" and own_memory:
+            decided["use_layerwise"] = False
+        if self.transfer == "auto":
+            checked = self.integrity != "off" or self.audit_every > 0
+            learns = own_memory and store.protocol == "tcp" and not checked
+            decided["transfer"] = "learnt" if learns else "packed"
+        return self.model_copy(update=decided)
 
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> PoolSettings:

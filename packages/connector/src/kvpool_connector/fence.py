@@ -39,6 +39,8 @@ class Ticket:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """The blocks have been read as often as they were claimed; what was not claimed need not be read any more."""
+        if not block_ids:
+            return
         with self._fence.changed:
             for block_id in block_ids:
                 if not self._readers[block_id]:

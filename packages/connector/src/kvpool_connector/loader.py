@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from kvpool_connector.contract.clock import Clock
 from kvpool_connector.contract.device import Event
@@ -121,7 +121,11 @@ class Loader:
 
     def finish(self, load: Load) -> list[int]:
         """Wait until the load has ended or its time is up; the blocks that do not hold their content."""
-        wait([future for future, _ in load.batches], timeout=max(0.0, load.deadline - self._clock.now()))
+        for future, _ in load.batches:
+            try:
+                future.result(max(0.0, load.deadline - self._clock.now()))
+            except (TimeoutError, CancelledError):
+                break
         return self.settle(load)
 
     def settle(self, load: Load) -> list[int]:

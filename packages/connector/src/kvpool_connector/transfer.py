@@ -72,9 +72,11 @@ class Transfer(Protocol):
 class DirectTransfer:
     """Piece by piece between the cache, whose regions are registered, and the store."""
 
-    def __init__(self, store: Store, layout: ShardLayout) -> None:
+    def __init__(self, store: Store, layout: ShardLayout, max_pieces: int) -> None:
+        """`max_pieces`: of blocks that are held at once, as many as the store moves in one call."""
         self._store = store
         self._planner = Planner(layout)
+        self._per_call = max(1, max_pieces // layout.num_pieces)
         self.stored_bytes = layout.object_bytes
 
     def save(self, keys: Sequence[str], block_ids: Sequence[int], hold: Hold) -> list[Status]:
@@ -94,14 +96,19 @@ class DirectTransfer:
         ids: Sequence[int],
         hold: Hold,
     ) -> list[Status]:
-        granted = hold.claim(ids)
-        touched = [block_id for block_id, leave in zip(ids, granted, strict=True) if leave]
-        try:
-            wanted = [key for key, leave in zip(keys, granted, strict=True) if leave]
-            statuses = statuses_of(call, wanted, self._planner.addresses(touched), [self._planner.sizes] * len(touched))
-        finally:
-            hold.release(touched)
-        return spread(granted, statuses)
+        statuses: list[Status] = []
+        # A step that needs blocks waits for one call of the store at most.
+        for part in parts(len(keys), self._per_call):
+            granted = hold.claim(ids[part])
+            touched = [block_id for block_id, leave in zip(ids[part], granted, strict=True) if leave]
+            try:
+                wanted = [key for key, leave in zip(keys[part], granted, strict=True) if leave]
+                addresses = self._planner.addresses(touched)
+                moved = statuses_of(call, wanted, addresses, [self._planner.sizes] * len(touched))
+            finally:
+                hold.release(touched)
+            statuses += spread(granted, moved)
+        return statuses
 
 
 class PackedTransfer:

@@ -38,6 +38,7 @@ from kvpool_connector.layer_loader import LayerLoad, LayerLoader
 from kvpool_connector.layer_plan import LayerPlan
 from kvpool_connector.layer_saver import LayerSave, LayerSaver
 from kvpool_connector.layer_transfer import LayerTransfer
+from kvpool_connector.learnt_transfer import LearntTransfer
 from kvpool_connector.loader import Load, Loader
 from kvpool_connector.lookup_socket import LookupServer
 from kvpool_connector.metadata import LoadJob, LoadReport, SaveJob, StepMetadata
@@ -108,6 +109,7 @@ class PoolWorker:
         self._report = NOTHING
         self._lookup_server: LookupServer | None = None
         self._staging: Staging | None = None
+        self._sample_every = SAMPLE_EVERY.get(settings.integrity)
         self._integrity: list[Integrity | None] = []
         self._audits: list[Audit | None] = []
 
@@ -247,23 +249,38 @@ class PoolWorker:
 
     def _transfers(self, layouts: Sequence[ShardLayout], kv_caches: Mapping[str, Any]) -> tuple[list[Transfer], str]:
         """A way of moving each shard's blocks, and the algorithm of the objects' checksums."""
-        direct = self._settings.transfer == "direct"
-        sample_every = SAMPLE_EVERY.get(self._settings.integrity)
-        if not direct or self._settings.use_layerwise:
-            sums = CHECKSUM_BYTES * (bool(sample_every) + bool(self._settings.audit_every))
+        way = self._settings.transfer
+        if way != "direct" or self._settings.use_layerwise:
+            sums = CHECKSUM_BYTES * (bool(self._sample_every) + bool(self._settings.audit_every))
             largest = max((layout.object_bytes + sums * len(layout.components) for layout in layouts), default=1)
             self._staging = Staging(self._store, self._device, self._settings.staging_bytes, largest)
-        if direct:
-            for layout in layouts:
-                if layout.num_pieces > self._settings.max_buffers_per_call:
-                    raise ConfigError(
-                        f"{layout.num_pieces} pieces of a block are moved at once, more than "
-                        f'max_buffers_per_call = {self._settings.max_buffers_per_call}; set transfer to "packed"'
-                    )
-            self._register_cache(merged(region for layout in layouts for region in layout.regions))
+        if way == "direct":
             self._integrity, self._audits = [None] * len(layouts), [None] * len(layouts)
-            return [DirectTransfer(self._store, layout) for layout in layouts], ""
-        staging = self._staging
+            return self._direct(layouts), ""
+        packed, algorithm = self._packed(layouts, kv_caches)
+        if way != "learnt":
+            return packed, algorithm
+        try:
+            direct = self._direct(layouts)
+        except (ConfigError, StoreSetupError) as error:
+            logger.warning("event=transfer_way way=packed: direct transfer is not possible here: %s", error)
+            return packed, algorithm
+        return [LearntTransfer(*ways, self._clock) for ways in zip(packed, direct, strict=True)], algorithm
+
+    def _direct(self, layouts: Sequence[ShardLayout]) -> list[Transfer]:
+        """Raises `ConfigError` or `StoreSetupError` where the cache cannot be moved piece by piece."""
+        limit = self._settings.max_buffers_per_call
+        for layout in layouts:
+            if layout.num_pieces > limit:
+                raise ConfigError(
+                    f"{layout.num_pieces} pieces of a block are moved at once, more than "
+                    f'max_buffers_per_call = {limit}; set transfer to "packed"'
+                )
+        self._register_cache(merged(region for layout in layouts for region in layout.regions))
+        return [DirectTransfer(self._store, layout, limit) for layout in layouts]
+
+    def _packed(self, layouts: Sequence[ShardLayout], kv_caches: Mapping[str, Any]) -> tuple[list[Transfer], str]:
+        sample_every, staging = self._sample_every, self._staging
         assert staging is not None
         packed: list[Transfer] = []
         algorithm = ""

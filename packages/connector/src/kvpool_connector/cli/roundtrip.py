@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpool_connector.cli.output import CommandError
 from kvpool_connector.cli.shapes import NamedCache
+from kvpool_connector.config import PoolSettings
 from kvpool_connector.contract.keys import Key
 from kvpool_connector.contract.status import Status
 from kvpool_connector.contract.store import Store
@@ -85,7 +86,7 @@ def round_trip(store: Store, cache: NamedCache, way: str, repeats: int = 1) -> T
 @contextmanager
 def _transfer(store: Store, cache: NamedCache, way: str) -> Iterator[Transfer]:
     if way == "direct":
-        yield DirectTransfer(store, cache.layout)
+        yield DirectTransfer(store, cache.layout, PoolSettings().max_buffers_per_call)
         return
     device = HostDevice()
     size = STAGING_CHUNKS * max(16 << 20, cache.layout.object_bytes)
