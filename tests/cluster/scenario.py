@@ -203,6 +203,9 @@ def _swarm(seed: int, random: Random) -> Scenario:
         **_by_layers(Random(f"layers/{seed}")),
         **(_checked(Random(f"checked/{seed}")) if transfer == "packed" else {}),
     }
+    unchecked = settings.get("integrity") == "off" and not settings["audit_every"]
+    if unchecked and "never" not in sites and Random(f"learnt/{seed}").random() < 0.3:
+        settings["transfer"] = "learnt"
     if shape.model.startswith("tiny-qwen") and Random(f"heads/{seed}").random() < 0.3:
         settings["kv_head_split"] = "head"
     made = Scenario(

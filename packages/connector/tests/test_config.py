@@ -164,3 +164,33 @@ def test_nothing_configured() -> None:
 def test_auto_is_off_beside_memory_of_its_own(mode: object, preferred: bool, segment: object, expected: object) -> None:
     store = StoreSettings.model_validate({**MASTER, "preferred_segment": preferred, "global_segment_size": segment})
     assert PoolSettings.from_extra_config({"use_layerwise": mode}).beside(store).use_layerwise == expected
+
+
+@pytest.mark.parametrize(
+    ("extra", "store", "expected"),
+    [
+        ({}, {"preferred_segment": True, "protocol": "tcp"}, "learnt"),
+        ({}, {"preferred_segment": False, "protocol": "tcp"}, "packed"),
+        ({}, {"preferred_segment": True, "protocol": "tcp", "global_segment_size": 0}, "packed"),
+        ({}, {"preferred_segment": True, "protocol": "ascend"}, "packed"),
+        ({"integrity": "sampled"}, {"preferred_segment": True, "protocol": "tcp"}, "packed"),
+        ({"audit_every": 7}, {"preferred_segment": True, "protocol": "tcp"}, "packed"),
+        ({"transfer": "direct"}, {"preferred_segment": False, "protocol": "tcp"}, "direct"),
+        ({"transfer": "packed"}, {"preferred_segment": True, "protocol": "tcp"}, "packed"),
+        ({"transfer": "learnt"}, {"preferred_segment": False, "protocol": "ascend"}, "learnt"),
+    ],
+)
+def test_auto_learns_where_the_store_prefers_own_memory(
+    extra: dict[str, object], store: dict[str, object], expected: str
+) -> None:
+    settings = PoolSettings.from_extra_config(extra).beside(StoreSettings.model_validate({**MASTER, **store}))
+    assert settings.transfer == expected
+    # What was decided is a setting that a user could have given.
+    assert PoolSettings.model_validate(settings.model_dump()) == settings
+
+
+@pytest.mark.parametrize("transfer", ["direct", "learnt"])
+@pytest.mark.parametrize(("name", "value"), [("integrity", "on"), ("integrity", "sampled"), ("audit_every", 1)])
+def test_checksums_need_the_staging_area(transfer: str, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = .* needs the staging area"):
+        PoolSettings.from_extra_config({"transfer": transfer, name: value})

@@ -30,7 +30,9 @@ from kvpool_connector.registration import GroupSpec
 from kvpool_connector.worker import PoolWorker
 
 NUM_BLOCKS = 12
-MODES = ("packed", "direct")
+MODES = ("packed", "direct", "learnt")
+PIECES = 9
+"""Of a block: three layers of three components."""
 
 
 class Rig:
@@ -270,6 +272,45 @@ def test_a_direct_put_holds_its_blocks_until_it_has_read_them() -> None:
         worker.store.gates["put"].set()
         step.join(10)
         assert not step.is_alive()
+
+
+def test_a_direct_put_holds_the_blocks_of_one_call_alone() -> None:
+    store = DictStore()
+    store.gates["put"] = threading.Event()
+    with rig(store, transfer="direct", max_buffers_per_call=2 * PIECES, fence_timeout_s=0) as one:
+        one.save({i: i for i in range(6)})
+        assert store.entered["put"].wait(10)
+        (ticket,) = one.worker._fence.tickets
+        assert (ticket.reading, ticket.waiting) == ({0, 1}, {2, 3, 4, 5})
+        store.gates["put"].set()
+        one.drain()
+    assert [len(keys) for call, keys in store.calls if call == "put"] == [2, 2, 2]
+
+
+def test_learnt_transfer_is_packed_where_blocks_have_too_many_pieces(caplog: pytest.LogCaptureFixture) -> None:
+    with rig(transfer="learnt", max_buffers_per_call=PIECES - 1) as one:
+        one.fill(1, 11)
+        one.save({1: 11})
+        one.drain()
+        assert one.worker.counters.totals()["save_blocks_stored"] == 1
+    assert f"direct transfer is not possible here: {PIECES} pieces of a block" in caplog.text
+
+
+def test_learnt_transfer_is_packed_where_the_cache_is_not_registered(caplog: pytest.LogCaptureFixture) -> None:
+    class StagingAlone(DictStore):
+        registered = 0
+
+        def register(self, address: int, num_bytes: int) -> Status:
+            self.registered += 1
+            return Status.OK if self.registered == 1 else Status.INVALID
+
+    with rig(StagingAlone(), transfer="learnt") as one:
+        one.fill(1, 11)
+        one.save({1: 11})
+        one.drain()
+        one.load({3: 11})
+        assert one.read(3) == one.expected(11)
+    assert "direct transfer is not possible here: the store did not register the KV cache" in caplog.text
 
 
 def test_d10_an_ended_request_is_let_go_within_the_step() -> None:

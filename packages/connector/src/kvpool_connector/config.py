@@ -236,9 +236,9 @@ class PoolSettings(_Settings):
     model_id: str | None = None
     """Identity of the weights, where the same model has other paths on other machines; none: the model's path."""
     transfer: Literal["auto", "direct", "packed", "learnt"] = "auto"
-    """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache, `learnt` the way
-    that proves faster while serving. `auto`: `learnt` over TCP where the store prefers this worker's own segment, and
-    no checksums are asked for; else `packed`."""
+    """`packed` moves a block through one staging buffer, `direct` piece by piece from and to the cache, `learnt` by the
+    way that proves faster while serving. `auto`: `learnt` over TCP where the store prefers this worker's own segment,
+    unless checksums or audits are asked for; else `packed`."""
     kv_head_split: Annotated[HeadSplit, BeforeValidator(_head_split)] = "rank"
     """Which KV heads share an object, so that [engines of other tensor parallel sizes](#kv_head_split) find it: all
     that a rank holds, each its own, or as many as a rank of every size in a list such as `[4, 8]` holds whole."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvpool_connector.contract.clock import Clock
-from kvpool_connector.contract.status import Status, num_outages
+from kvpool_connector.contract.status import OUTAGES, Status, num_outages
 from kvpool_connector.transfer import Hold, Transfer
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ REGRET = 0.01
 """Part of the time spent moving that may be lost by trying the slower way again: it may have become the faster one."""
 FAILED_S = 1.0
 """What a failure of direct transfer alone counts for: a block that is computed, not a copy that was slow."""
-UNTELLING = frozenset((Status.EXISTS, Status.MISS, Status.WITHDRAWN, Status.DEVICE_LATE))
-"""Of how long a transfer takes these say nothing."""
+FAILURES = frozenset((Status.INVALID, *OUTAGES))
+"""Speak of the way. What else is not well speaks of the object, of the blocks or of the store's room."""
 
 Way = Literal["packed", "direct"]
 
@@ -59,11 +59,9 @@ class Preference:
         """Learn from one block moved either way, in seconds."""
         with self._lock:
             self._trying = False
-            if packed in UNTELLING or direct in UNTELLING or not packed.ok:
-                return
-            if not direct.ok:
+            if packed.ok and direct in FAILURES:
                 self._give_up_direct()
-            elif packed_s > 0:
+            elif packed.ok and direct.ok and packed_s > 0:
                 self._num_tried += 1
                 self._lost_s += abs(direct_s - packed_s)
                 self._ratios.append(direct_s / packed_s)
