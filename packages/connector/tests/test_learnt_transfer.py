@@ -143,8 +143,8 @@ def test_where_direct_alone_fails_packed_is_taken_at_once(status: Status) -> Non
     assert rig.load(5)[1] is status, "what happened to a block is said"
     assert rig.way == "packed"
     rig.direct.moved.clear()
-    for _ in range(int(FAILED_S / REGRET / 10)):
-        rig.load(8)
+    rig.load(int(FAILED_S / REGRET / 4))
+    rig.load()
     assert rig.direct.moved == [], "not tried again for a while"
 
 
