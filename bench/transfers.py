@@ -2,12 +2,13 @@
 
 The raw call gets its keys, addresses and sizes made beforehand, in calls of at most `RAW_BUFFERS` buffers: more than
 about 2,048 in one call fail or hang over TCP. Ours is everything that a step does: keys, the question what is there,
-claims, copies through staging, the store's calls, and the report.
+claims, copies through staging, the store's calls, and the report. Learnt transfer has met as many requests before as it
+needs to choose, and goes on looking at both ways.
 """
 
 from __future__ import annotations
 
-import itertools
+import statistics
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 
 from bench.layerwise import Bench, pool
 from bench.measure import Row, seconds, spread
+from kvpool_connector.learnt_transfer import SAMPLES
 
 RAW_BUFFERS = 1900
 MAX_BYTES = 128 << 20
@@ -45,7 +47,9 @@ SIZES = tuple(
     for kib in (0.5, 1, 2, 4, 8, 16)
 )
 BLOCKS = (8, 32, 128, 512)
-WAYS: Mapping[str, dict[str, Any]] = {way: {"transfer": way} for way in ("packed", "direct")}
+WAYS: Mapping[str, dict[str, Any]] = {way: {"transfer": way} for way in ("packed", "direct", "learnt")}
+WARM_TURNS = SAMPLES + 1
+"""Before the measured ones: they warm memory and connections, and learnt transfer learns."""
 
 
 class Raw:
@@ -93,12 +97,13 @@ def measure(store: Any, shape: Shape, num_blocks: int, repeats: int) -> dict[str
     ways = ["raw", *WAYS]
     taken: dict[str, dict[str, list[float]]] = {what: {way: [] for way in ways} for what in ("save", "load")}
     try:
-        for turn, order in zip(range(repeats + 1), itertools.cycle(itertools.permutations(ways)), strict=False):
+        for turn in range(WARM_TURNS + repeats):
+            order = ways[turn % len(ways) :] + ways[: turn % len(ways)]
             raw.renew()
             for what in taken:
                 for way in order:
                     took = seconds(getattr(raw, what)) if way == "raw" else getattr(bench, what)(way, turn, 0.0)
-                    if turn:  # The first turn warms memory and connections.
+                    if turn >= WARM_TURNS:
                         taken[what][way].append(took)
             raw.forget()
             bench.forget(store, turn)
@@ -115,28 +120,54 @@ def block_counts(shape: Shape, short: bool) -> Iterator[int]:
     return iter(fitting[:1] if short else fitting)
 
 
-def compared(place: str, shapes: Iterable[Shape], repeats: int, short: bool) -> list[Row]:
-    """The way meant for the place against the raw call at every point, and against the other way at the worst one."""
-    way, other, where = ("packed", "direct", "over TCP") if place == "remote" else ("direct", "packed", "local")
-    rows: list[Row] = []
+@dataclass(frozen=True)
+class Place:
+    """Where the memory is, and the way meant for it."""
+
+    name: str
+    words: str
+    way: str
+    other: str
+
+
+RAW = "the raw multi-buffer call"
+REMOTE = Place("remote", "over TCP", "packed", "direct")
+LOCAL = Place("local", "local", "direct", "packed")
+
+
+def row(taken: Mapping[str, list[float]], way: str, base: str, what: str, against: str, at_least: float | None) -> Row:
+    """Bandwidth of one way in terms of another's."""
+    ratios = [theirs / ours for theirs, ours in zip(taken[base], taken[way], strict=True)]
+    return Row("Transfer", what, against, **spread(ratios), at_least=at_least)
+
+
+def compared(place: Place, shapes: Iterable[Shape], repeats: int, short: bool) -> list[Row]:
+    """The way meant for a place against the raw call at every point; at the worst one, against the other way, and what
+    learnt transfer takes against the better of both."""
+    to_raw: list[Row] = []
     to_other: list[Row] = []
-    with pool(place) as store:
+    learnt: list[Row] = []
+    with pool(place.name) as store:
         for shape in shapes:
             for num_blocks in block_counts(shape, short):
                 for what, taken in measure(store, shape, num_blocks, repeats).items():
-                    at_least = shape.at_least if place == "remote" else 0.95
-                    point = f"{way} {what} of {num_blocks} blocks, {shape.name}, {where}"
-                    for found, against, target in ((rows, "raw", at_least), (to_other, other, 0.95)):
-                        ratios = [theirs / ours for theirs, ours in zip(taken[against], taken[way], strict=True)]
-                        name = "the raw multi-buffer call" if against == "raw" else f"{against} transfer"
-                        found.append(Row("Transfer", f"{point}: bandwidth", name, **spread(ratios), at_least=target))
-    worst = min(to_other, key=lambda row: row.median)
-    return [*rows, replace(worst, note=f"the worst of {len(to_other)} points")]
+                    point = f"{what} of {num_blocks} blocks, {shape.name}, {place.words}: bandwidth"
+                    better = min(("packed", "direct"), key=lambda way, taken=taken: statistics.median(taken[way]))
+                    at_least = shape.at_least if place is REMOTE else 0.95
+                    to_raw.append(row(taken, place.way, "raw", f"{place.way} {point}", RAW, at_least))
+                    to_other.append(
+                        row(taken, place.way, place.other, f"{place.way} {point}", f"{place.other} transfer", 0.95)
+                    )
+                    learnt.append(
+                        row(taken, "learnt", better, f"learnt {point}", f"the better of both: {better}", 0.95)
+                    )
+    worst = [min(points, key=lambda row: row.median) for points in (to_other, learnt)]
+    return [*to_raw, *(replace(row, note=f"the worst of {len(learnt)} points") for row in worst)]
 
 
 def rows(short: bool) -> list[Row]:
     """This part of the table."""
     if short:
         few = (MODELS[0], SIZES[3])
-        return [row for place in ("remote", "local") for row in compared(place, few, 5, True)]
-    return [*compared("remote", (*MODELS, *SIZES), 9, False), *compared("local", (*MODELS, SIZES[5]), 15, True)]
+        return [row for place in (REMOTE, LOCAL) for row in compared(place, few, 5, True)]
+    return [*compared(REMOTE, (*MODELS, *SIZES), 9, False), *compared(LOCAL, (*MODELS, *SIZES), 15, False)]
