@@ -23,7 +23,7 @@ STAGING_BYTES = 256 << 20
 
 @pytest.mark.kvpool_capability("full size")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("transfer", ["packed", "direct"])
+@pytest.mark.parametrize("transfer", ["packed", "direct", "learnt"])
 def test_sixty_four_blocks_in_one_request(backend: Target, transfer: str) -> None:
     deployment = Deployment(V32, model=f"deepseek-v3.2 {transfer}", transfer=transfer)
     contents = {block_id: fresh() for block_id in range(NUM_BLOCKS)}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvpool_connector.learnt_transfer import LearntTransfer
 from tests.engine import faults
 from tests.engine.serving import Answer, State
 
@@ -161,3 +162,9 @@ def hook_seconds(engine: Any, prompts: Sequence[Sequence[int]], num_steps: int) 
         for name in dir(type(connector)):
             connector.__dict__.pop(name, None)
     return seconds
+
+
+def transfer_trials(engine: Any) -> list[tuple[int, int]]:
+    """By shard, how often saves and loads tried both ways; none where transfer is not learnt."""
+    transfers = [way for one in children(sides(engine)[1]) for way in one._worker._saver._transfers]
+    return [(way.saves._num_tried, way.loads._num_tried) for way in transfers if isinstance(way, LearntTransfer)]
